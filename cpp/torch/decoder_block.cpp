@@ -70,7 +70,7 @@ void check(DecoderBlockCall& call, Weights const& weights) {
 
 bool set_weights(DecoderBlockCall const& call, Weights const& weights, DecoderBlockOperands* operands, Held* held) {
   bool own = true;
-  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+  for (int i = 0; i < call.products(); ++i) {
     Weight const weight = describe(call.op, weights.of[i], call.n[i], call.k(i));
     DecoderBlockOperands::Product& product = operands->products[i];
     product.weight = held->keep(weight.packed);
@@ -100,6 +100,7 @@ void run_one_by_one(DecoderBlockCall const& call, Weights const& weights, Tensor
   run(gated, h, on);
   OptionalTensor const sum = x;
   run({kOp, h, weights.of[2], kNone, sum, call.down_bias, none, false, constant, kAny, {kAny, kNone}}, residual, on);
+  if (call.products() < kDecoderBlockProducts) return;
   run({kOp, normalized(residual, next_norm), weights.of[3], kNone, kNone, call.next_bias, none, false, constant, kAny, {kAny, kNone}}, out,
       on);
 }
@@ -145,13 +146,15 @@ Tensor w4a16_decoder_layer(Tensor const& qkv, Tensor const& residual, Tensor con
                            Tensor const& mlp_norm, Tensor const& gate_up_qweight, Tensor const& gate_up_scales, Tensor const& down_qweight,
                            Tensor const& down_scales, Tensor const& next_norm, Tensor const& next_qweight, Tensor const& next_scales,
                            double eps, double weight_offset, OptionalTensor const& o_bias, OptionalTensor const& down_bias,
-                           OptionalTensor const& next_bias, int64_t group_size, std::string const& activation, bool constant) {
+                           OptionalTensor const& next_bias, int64_t group_size, std::string const& activation, bool constant,
+                           std::vector<int64_t> const& exchange, int64_t rank) {
   char const* op = "minfer::_w4a16_decoder_layer";
   DecoderAttentionCall const attention{op,      qkv,      k_cache,  v_cache, block_table, seq_lens, slot_mapping,    positions,
                                        cos_sin, q_weight, k_weight, scale,   window_left, qk_eps,   qk_weight_offset};
   check(attention);
   Tensor const a = output_like(attention);
-  DecoderBlockCall call{op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention};
+  DecoderBlockCall call{
+      op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention, exchange_of(op, exchange, rank)};
   return run(
       call,
       weights_of(o_qweight, o_scales, gate_up_qweight, gate_up_scales, down_qweight, down_scales, next_qweight, next_scales, group_size),
@@ -166,13 +169,14 @@ constexpr Operator kOperators[] = {
      "int group_size=128, str activation='silu', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&w4a16_decoder_block>},
     // The same behind qk_norm_rope_append and attention_paged of one token, in one launch, for engines that have planned it. constant: of
-    // weights, and of all that attention reads but qkv, nothing is written by what still runs.
+    // weights, and of all that attention reads but qkv, nothing is written by what still runs. exchange: of a layer that is divided among
+    // GPUs, which each have some heads and some columns of the MLP: where this process has the ranks' buffers; rank: this one.
     {"_w4a16_decoder_layer(Tensor qkv, Tensor(a!) residual, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor block_table, Tensor seq_lens, "
      "Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float scale, int window_left, "
      "float qk_eps, float qk_weight_offset, Tensor o_qweight, Tensor o_scales, Tensor mlp_norm, Tensor gate_up_qweight, "
      "Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales, Tensor next_norm, Tensor next_qweight, Tensor next_scales, "
      "float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, int group_size, str activation, "
-     "bool constant) -> Tensor",
+     "bool constant, int[] exchange=[], int rank=0) -> Tensor",
      boxed<&w4a16_decoder_layer>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
@@ -220,7 +224,11 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
   return json.text();
 }
 
+int64_t exchange_bytes(int64_t hidden, int64_t ranks) { return int64_t(decoder_exchange_bytes(hidden, int32_t(ranks))); }
+
 constexpr Operator kPlans[] = {
+    // Of a rank's buffer for divided layers of `hidden` columns.
+    {"_decoder_exchange_bytes(int hidden, int ranks) -> int", boxed<&exchange_bytes>},
     {"_plan_decoder_block(int[] sizes, str type, str weights, int group_size, bool forced, int device) -> str", boxed<&plan_json>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kPlans); }

@@ -39,7 +39,7 @@ void run_in_one_launch(DecoderBlockCall const& call, DecoderBlockProblem const& 
     operands.a = held.keep(aligned_contiguous(op, "a", call.a));
   }
   Tensor const* const norms[kDecoderBlockProducts] = {nullptr, &call.mlp_norm, nullptr, &call.next_norm};
-  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+  for (int i = 0; i < call.products(); ++i) {
     DecoderBlockOperands::Product& product = operands.products[i];
     if (norms[i] != nullptr) product.norm = held.keep(aligned_contiguous(op, i == 1 ? "mlp_norm" : "next_norm", *norms[i]));
     if (call.bias(i)) {
@@ -55,6 +55,7 @@ void run_in_one_launch(DecoderBlockCall const& call, DecoderBlockProblem const& 
   operands.eps = call.eps;
   operands.weight_offset = call.weight_offset;
   operands.activation = call.activation;
+  operands.exchange = call.exchange;
   Workspace const workspace(op, out, plan.workspace_bytes, "the block of a ", call.a);
   Status const status =
       run_decoder_block(plan, problem, operands, on.properties(), workspace.data(), workspace.bytes(), on.programmatic(), on.stream());
@@ -79,6 +80,18 @@ DecoderBlockProblem DecoderBlockCall::problem() const {
   p.batch_invariant = batch_invariant();
   if (attention_call != nullptr) describe(*attention_call, &p);
   return p;
+}
+
+DecoderExchange exchange_of(char const* op, std::vector<int64_t> const& buffers, int64_t rank) {
+  DecoderExchange exchange;
+  if (buffers.empty()) return exchange;
+  int64_t const ranks = int64_t(buffers.size());
+  if (ranks < 2 || ranks > kMostDecoderRanks) fail(op, ": exchange must be of 2 to ", kMostDecoderRanks, " ranks, got ", ranks);
+  if (rank < 0 || rank >= ranks) fail(op, ": rank must be that of a buffer, got ", rank);
+  exchange.ranks = int32_t(ranks);
+  exchange.rank = int32_t(rank);
+  for (int64_t i = 0; i < ranks; ++i) exchange.buffers[i] = reinterpret_cast<void*>(buffers[size_t(i)]);
+  return exchange;
 }
 
 void check_tokens(DecoderBlockCall const& call) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/device.h"
 #include "core/readable.h"
@@ -21,18 +22,24 @@ struct DecoderBlockCall {
   std::optional<Tensor> const &o_bias, &down_bias, &next_bias;
   bool constant_weights;
   DecoderAttentionCall const* attention_call = nullptr;  // of the attention in front, which makes a: one launch or none
+  DecoderExchange exchange{};                            // of a layer that is divided among GPUs
   int64_t n[kDecoderBlockProducts] = {};                 // rows of the weights
   float eps = 0.0f, weight_offset = 0.0f;
   Activation activation = Activation::kNone;
 
   int64_t attention() const { return a.size(a.dim() - 1); }
   int64_t hidden() const { return residual.size(residual.dim() - 1); }
+  /// Of the last layer, whose last weight has no rows, one less: nothing is read of that one.
+  int products() const { return n[3] == 0 ? kDecoderBlockProducts - 1 : kDecoderBlockProducts; }
   int64_t rows() const { return residual.numel() / std::max<int64_t>(1, hidden()); }
   int64_t k(int product) const { return product == 0 ? attention() : product == 2 ? n[1] / 2 : hidden(); }
   std::optional<Tensor> const& bias(int product) const;
   /// Without what only one kind of weights has.
   DecoderBlockProblem problem() const;
 };
+
+/// Of a layer that is divided among GPUs: where this process has all ranks' exchange buffers; none: it is not divided.
+DecoderExchange exchange_of(char const* op, std::vector<int64_t> const& buffers, int64_t rank);
 
 /// a and the residual.
 void check_tokens(DecoderBlockCall const& call);

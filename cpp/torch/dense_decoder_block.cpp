@@ -48,7 +48,7 @@ void check(DecoderBlockCall& call, Weights const& weights) {
 
 bool set_weights(DecoderBlockCall const& call, Weights const& weights, DecoderBlockOperands* operands, Held* held) {
   bool own = true;
-  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+  for (int i = 0; i < call.products(); ++i) {
     Tensor const& given = *weights[i];
     bool const readable = given.stride(1) == 1 && given.stride(0) % 8 == 0 && given.is_aligned(16);
     Tensor const weight = readable ? given : copy_of(call.op, "a weight", given);
@@ -94,6 +94,7 @@ void run_one_by_one(DecoderBlockCall const& call, Weights const& weights, Tensor
   product(0, matrix(contiguous(kOp, "a", call.a)), before, x);
   product(1, normalized(x, mlp_norm), kNone, h);
   product(2, h, sum, residual);
+  if (call.products() < kDecoderBlockProducts) return;
   product(3, normalized(residual, next_norm), kNone, matrix(out));
 }
 
@@ -122,13 +123,14 @@ Tensor decoder_layer(Tensor const& qkv, Tensor const& residual, Tensor const& k_
                      double qk_weight_offset, Tensor const& o_weight, Tensor const& mlp_norm, Tensor const& gate_up_weight,
                      Tensor const& down_weight, Tensor const& next_norm, Tensor const& next_weight, double eps, double weight_offset,
                      OptionalTensor const& o_bias, OptionalTensor const& down_bias, OptionalTensor const& next_bias,
-                     std::string const& activation, bool constant) {
+                     std::string const& activation, bool constant, std::vector<int64_t> const& exchange, int64_t rank) {
   char const* op = "minfer::_decoder_layer";
   DecoderAttentionCall const attention{op,      qkv,      k_cache,  v_cache, block_table, seq_lens, slot_mapping,    positions,
                                        cos_sin, q_weight, k_weight, scale,   window_left, qk_eps,   qk_weight_offset};
   check(attention);
   Tensor const a = output_like(attention);
-  DecoderBlockCall call{op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention};
+  DecoderBlockCall call{
+      op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention, exchange_of(op, exchange, rank)};
   return run(call, {&o_weight, &gate_up_weight, &down_weight, &next_weight}, eps, weight_offset, activation, "one_launch");
 }
 
@@ -143,7 +145,7 @@ constexpr Operator kOperators[] = {
      "Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float scale, int window_left, "
      "float qk_eps, float qk_weight_offset, Tensor o_weight, Tensor mlp_norm, Tensor gate_up_weight, Tensor down_weight, "
      "Tensor next_norm, Tensor next_weight, float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, "
-     "str activation, bool constant) -> Tensor",
+     "str activation, bool constant, int[] exchange=[], int rank=0) -> Tensor",
      boxed<&decoder_layer>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }

@@ -54,21 +54,19 @@ void check(DecoderBlockCall& call, Weight* weights) {
   check_apart(call);
 }
 
-/// What the scales of all weights are of.
-DecoderBlockScales scales_of(Weight const* weights) {
+/// What the scales of all weights that have rows are of.
+DecoderBlockScales scales_of(DecoderBlockCall const& call, Weight const* weights) {
   int blocks = 0;
-  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+  for (int i = 0; i < call.products(); ++i) {
     if (weights[i].scales.exponents) return DecoderBlockScales::kOther;
     blocks += weights[i].scales.blocks;
   }
-  return blocks == 0                       ? DecoderBlockScales::kRows
-         : blocks == kDecoderBlockProducts ? DecoderBlockScales::kBlocks
-                                           : DecoderBlockScales::kOther;
+  return blocks == 0 ? DecoderBlockScales::kRows : blocks == call.products() ? DecoderBlockScales::kBlocks : DecoderBlockScales::kOther;
 }
 
 bool set_weights(DecoderBlockCall const& call, Weight const* weights, DecoderBlockOperands* operands, Held* held) {
   bool own = true;
-  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+  for (int i = 0; i < call.products(); ++i) {
     Tensor const& given = weights[i].codes;
     bool const readable = given.stride(1) == 1 && given.stride(0) % 16 == 0 && given.is_aligned(16);
     Tensor const codes = readable ? given : copy_of(call.op, "a weight", given), scale = contiguous(call.op, "a scale", weights[i].scale);
@@ -111,6 +109,7 @@ void run_one_by_one(DecoderBlockCall const& call, Weight const* weights, Tensor 
   product(0, quantize_rows(kOp, call.a, weights[0].quant(), on), before, x);
   product(1, normalized(1, x, mlp_norm), kNone, h);
   product(2, quantize_rows(kOp, h, weights[2].quant(), on), sum, residual);
+  if (call.products() < kDecoderBlockProducts) return;
   product(3, normalized(3, residual, next_norm), kNone, matrix(out));
 }
 
@@ -119,7 +118,7 @@ Tensor run(DecoderBlockCall& call, Weight* weights, double eps, double weight_of
   check(call, weights);
   DecoderBlockProblem problem = call.problem();
   problem.weights = WeightFormat::kFp8E4M3;
-  problem.scales = scales_of(weights);
+  problem.scales = scales_of(call, weights);
   return run(
       call, problem, eps, weight_offset, activation, kernel,
       [&](DecoderBlockOperands* operands, Held* held) { return set_weights(call, weights, operands, held); },
@@ -143,14 +142,15 @@ Tensor fp8_decoder_layer(Tensor const& qkv, Tensor const& residual, Tensor const
                          Tensor const& gate_up_weight, Tensor const& gate_up_scale, Tensor const& down_weight, Tensor const& down_scale,
                          Tensor const& next_norm, Tensor const& next_weight, Tensor const& next_scale, double eps, double weight_offset,
                          OptionalTensor const& o_bias, OptionalTensor const& down_bias, OptionalTensor const& next_bias,
-                         std::string const& activation, bool constant) {
+                         std::string const& activation, bool constant, std::vector<int64_t> const& exchange, int64_t rank) {
   char const* op = "minfer::_fp8_decoder_layer";
   DecoderAttentionCall const attention{op,      qkv,      k_cache,  v_cache, block_table, seq_lens, slot_mapping,    positions,
                                        cos_sin, q_weight, k_weight, scale,   window_left, qk_eps,   qk_weight_offset};
   check(attention);
   Tensor const a = output_like(attention);
   Weight weights[] = {{o_weight, o_scale}, {gate_up_weight, gate_up_scale}, {down_weight, down_scale}, {next_weight, next_scale}};
-  DecoderBlockCall call{op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention};
+  DecoderBlockCall call{
+      op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention, exchange_of(op, exchange, rank)};
   return run(call, weights, eps, weight_offset, activation, "one_launch");
 }
 
@@ -166,7 +166,8 @@ constexpr Operator kOperators[] = {
      "Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float scale, int window_left, "
      "float qk_eps, float qk_weight_offset, Tensor o_weight, Tensor o_scale, Tensor mlp_norm, Tensor gate_up_weight, "
      "Tensor gate_up_scale, Tensor down_weight, Tensor down_scale, Tensor next_norm, Tensor next_weight, Tensor next_scale, "
-     "float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, str activation, bool constant) -> Tensor",
+     "float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, str activation, bool constant, "
+     "int[] exchange=[], int rank=0) -> Tensor",
      boxed<&fp8_decoder_layer>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.decoder_block import cases, dense_cases, fp8_cases
-from tests.decoder_block.cases import WEIGHTS
+from tests.decoder_block.cases import WEIGHTS, Case
 from tests.decoder_block.dense_cases import DenseCase
 from tests.decoder_block.fp8_cases import Fp8Case
 
@@ -36,6 +36,22 @@ def test_errors(op, change, message):
 def test_what_is_right(op):
     for change in ({}, dict(kernel="one_launch"), dict(kernel="separate"), dict(constant_weights=True)):
         assert getattr(minfer, op)(**(FORMATS[op][0].good("cpu") | change)).shape == (3, 40)
+
+
+@pytest.mark.parametrize("kind", [Case, Fp8Case, DenseCase])
+def test_without_a_product_behind(kind):
+    """The last layer's: D has no columns, and the residual is that of a call with a product."""
+    more = {"group_size": 32} if kind is Case else {}
+    t = kind(3, 64, 128, 72, 40, **more).make()
+    t.call()
+    args = t.arguments()
+    for name in ("qweight", "scales", "weight", "scale"):
+        if f"next_{name}" in args:
+            x = args[f"next_{name}"]
+            args[f"next_{name}"] = x[:, :0] if name == "scales" else x[:0]
+    op = {Case: minfer.w4a16_decoder_block, Fp8Case: minfer.fp8_decoder_block, DenseCase: minfer.decoder_block}[kind]
+    own = t.before.clone()
+    assert op(**(args | {"residual": own})).shape == (3, 0) and torch.equal(own, t.residual)
 
 
 @pytest.mark.parametrize("kind", [Fp8Case, DenseCase])

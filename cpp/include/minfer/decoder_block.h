@@ -2,6 +2,7 @@
 // a launch:
 //   x = residual + a . Wo^T + bias;   h = act(gate) * up of rms_norm(x) . Wgu^T;   x += h . Wd^T + bias;   residual = x;
 //   d = rms_norm(x) . Wn^T + bias
+// Of the last layer, behind which there is no attention, d has no columns.
 // The attention in front, of one token over a paged cache of 16 bits, can be part of the launch: then a is computed, not given.
 //
 //   DecoderBlockProblem  what is computed: sizes and types (no pointers)
@@ -23,7 +24,7 @@ enum class DecoderBlockScales : int32_t { kRows = 0, kBlocks = 1, kOther = 2 };
 struct DecoderBlockProblem {
   DataType type = DataType::kBF16;  // of a, the residual, norms, scales and d: 16-bit
   int64_t m = 0;
-  int64_t attention = 0, hidden = 0, inter = 0, next = 0;  // columns of a, of the residual, of h, of d
+  int64_t attention = 0, hidden = 0, inter = 0, next = 0;  // columns of a, of the residual, of h, of d; next = 0: there is no d
   WeightFormat weights = WeightFormat::kInt4;              // or kFp8E4M3, or kDense: of a's type
   int64_t group_size = 0;                                  // int4: k of a scale; 0: all of k
   DecoderBlockScales scales = DecoderBlockScales::kRows;   // e4m3
@@ -56,6 +57,16 @@ struct DecoderAttention {
   int64_t window = -1;                                   // how many keys before its own the token sees at most, or -1: all
 };
 
+constexpr int32_t kMostDecoderRanks = 8;
+
+/// A layer that is divided among GPUs of a host: each has some heads, and some columns of the MLP. What their output projections, and their
+/// down projections, add up to is exchanged within the launch; the residual, whose bits are the same on all of them, is added once. All
+/// ranks must launch the same layers in the same order, and all of a launch's thread blocks must find room on each.
+struct DecoderExchange {
+  int32_t ranks = 1, rank = 0;
+  void* buffers[kMostDecoderRanks] = {};  // of all ranks, where this process has mapped them: decoder_exchange_bytes() each, first zeros
+};
+
 struct DecoderBlockOperands {
   struct Product {
     void const* weight = nullptr;  // packed int4 (w4_layout.h), or [n, k], leading dimension ld_weight
@@ -63,11 +74,12 @@ struct DecoderBlockOperands {
     void const* scales = nullptr;  // int4: [k / group_size, n], leading dimension ld_scales; e4m3: float, contiguous, as gemm_fp8's are
     int64_t ld_scales = 0;
     bool one_scale = false;      // e4m3: of the whole weight
-    void const* norm = nullptr;  // [k], of products 1 and 3
+    void const* norm = nullptr;  // [k], of products 1 and 3 (all of product 3 is ignored where next = 0)
     void const* bias = nullptr;  // [n] or null; not of product 1
     DataType bias_type = DataType::kBF16;
   } products[kDecoderBlockProducts];
   DecoderAttention attention;  // of a problem with heads
+  DecoderExchange exchange;    // of a problem with heads
   void const* a = nullptr;     // [m, attention], of one without; all matrices are contiguous, and begin at multiples of 16 bytes
   void* residual = nullptr;    // [m, hidden]
   void* d = nullptr;           // [m, next]
@@ -90,6 +102,9 @@ struct DecoderBlockPlan {
 /// forced: one launch wherever it is possible, not only where it is expected to be faster. Pure and thread-safe.
 /// @return kInvalidArgument: sizes or types; or one launch is forced and not possible.
 Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties const& device, bool forced, DecoderBlockPlan* plan);
+
+/// Of a rank's exchange buffer, for layers of `hidden` columns.
+size_t decoder_exchange_bytes(int64_t hidden, int32_t ranks);
 
 /// Launches a plan of one launch. `workspace` belongs to this launch alone.
 Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, DecoderBlockOperands const& operands,

@@ -140,9 +140,9 @@ Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const
   if (Status status = bind_context(device); !status.ok()) return status;
   Params params{};
   Packet* packets = static_cast<Packet*>(workspace);
-  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+  for (int i = 0; i < products_of(problem); ++i) {
     if (Status const status = describe(problem, operands.products[i], i, &params.products[i]); !status.ok()) return status;
-    if (i + 1 == kDecoderBlockProducts) continue;
+    if (packets_of(problem, i) == 0) continue;
     params.products[i].packets = packets;
     packets += packets_of(problem, i);
   }
@@ -152,6 +152,15 @@ Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const
       return Status::failure(StatusCode::kInvalidArgument, "page_size must be a power of two, got %lld", (long long)page_size);
     params.attention = describe_attention(plan, problem, operands.attention, packets);
   }
+  DecoderExchange const& exchange = operands.exchange;
+  if (exchange.ranks < 1 || exchange.ranks > kMostDecoderRanks || exchange.rank < 0 || exchange.rank >= exchange.ranks)
+    return Status::failure(StatusCode::kInvalidArgument, "rank %d of %d; there may be %d", exchange.rank, exchange.ranks,
+                           kMostDecoderRanks);
+  if (exchange.ranks > 1 && problem.heads == 0)
+    return Status::failure(StatusCode::kInvalidArgument, "a layer is divided where its attention is part of the launch");
+  params.ranks = exchange.ranks;
+  params.rank = exchange.rank;
+  for (int i = 0; i < exchange.ranks; ++i) params.exchange[i] = static_cast<char*>(exchange.buffers[i]);
   Layout const layout = layout_of(problem, plan.stages, fixed_bytes(problem.m));
   for (int parity = 0; parity < 2; ++parity) {
     params.pitch[parity] = int32_t(layout.pitch[parity]);

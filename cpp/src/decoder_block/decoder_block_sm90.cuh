@@ -33,6 +33,8 @@
 #include "decoder_block/e4m3_weights_sm90.cuh"
 #include "decoder_block/int4_weights_sm90.cuh"
 #include "decoder_block/layout.h"
+#include "distributed/epoch.cuh"
+#include "distributed/reduce_packets.cuh"
 #include "fused/row_operation.cuh"
 
 namespace minfer::decoder_block {
@@ -62,6 +64,8 @@ struct Params {
   bool early;  // weights may be read before the predecessor has finished, and what attention reads but q, k and v
   uint64_t nonce;
   AttentionParams attention;
+  int32_t ranks, rank;  // of a layer that is divided among GPUs; else 1
+  char* exchange[kMostDecoderRanks];
 };
 
 /// Launches of the kernels so far, which makes the tags of packets new in every replay of a graph, whatever has become of the workspace.
@@ -88,6 +92,7 @@ class DecoderBlock {
     alignas(16) float partials[kPartials][kWarps][kTokens][kUnit];
     alignas(16) float squares[2][kTokens][kConverterWarps];
     alignas(16) uint64_t tag;
+    uint64_t epoch;     // of a divided layer
     Sequence sequence;  // of a launch with attention
     alignas(8) uint64_t full[kMostStages], empty[kMostStages], ready[2][kMostKStages], consumed[2], partial_full[kPartials],
         partial_empty[kPartials];
@@ -118,7 +123,10 @@ class DecoderBlock {
       prefetch_norms(thread - 128);
       convert(thread - 128, read_tag(thread));
       // CTA 0 has had packets of all CTAs: they have read the number.
-      if (blockIdx.x == 0 && thread == 128) atomicAdd(&launches, 1ull);
+      if (blockIdx.x == 0 && thread == 128) {
+        atomicAdd(&launches, 1ull);
+        if (is_divided()) exchange_header()->epoch = storage_.epoch;
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       if constexpr (kAttention) attend(warp - 4 - kConverterWarps, thread % 32);
@@ -155,15 +163,21 @@ class DecoderBlock {
       x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
       x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
       storage_.tag = (x ^ (x >> 31)) | 1;
+      if (is_divided()) storage_.epoch = distributed::begin_epoch(exchange_header());
     }
     Joined::sync();
     return *static_cast<uint64_t volatile*>(&storage_.tag);
   }
 
+  __device__ __forceinline__ bool is_divided() const { return kAttention && p_.ranks > 1; }
+  __device__ __forceinline__ distributed::ExchangeHeader* exchange_header() const {
+    return reinterpret_cast<distributed::ExchangeHeader*>(p_.exchange[p_.rank]);
+  }
+
   /// Into L2: a product's first stage waits for its norm's weight.
   __device__ __forceinline__ void prefetch_norms(int thread) const {
     for (int i = 1; i < kDecoderBlockProducts; i += 2) {
-      for (int at = thread * 64; at < p_.products[i].k; at += kConverters * 64) {
+      for (int at = thread * 64; p_.products[i].norm != nullptr && at < p_.products[i].k; at += kConverters * 64) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<T const*>(p_.products[i].norm) + at));
       }
     }
@@ -180,7 +194,7 @@ class DecoderBlock {
   }
 
   __device__ __forceinline__ void produce(int lane) {
-    for (int i = 0; i < kDecoderBlockProducts; ++i) {
+    for (int i = 0; i < kDecoderBlockProducts && p_.products[i].units > 0; ++i) {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p_.products[i].weight));
       if (kInt4) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p_.products[i].scales));
     }
@@ -586,6 +600,8 @@ class DecoderBlock {
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       Product const& product = p_.products[i];
       int const outputs = product.gated ? 8 : 16;
+      bool const divided = is_divided() && i % 2 == 0;
+      int sent = -1;  // the unit whose part the other ranks have been sent, and which is still to be summed
       float factor[kTokens];
 #pragma unroll
       for (int token = 0; token < kTokens; ++token) factor[token] = 1.0f;
@@ -609,14 +625,7 @@ class DecoderBlock {
         for (int token = 0; token < kTokens; ++token) {
           addend[token] = 0.0f;
           if (token >= p_.m || column >= product.columns) continue;
-          if (i == 0) {
-            addend[token] = minfer::to_float(load_operand(static_cast<T const*>(p_.residual) + int64_t(token) * product.columns + column));
-          } else if (i == 2) {  // x, which the CTA has published itself
-            Packet packet{0, ~tag};
-            Packet const* const from = p_.products[0].packets + (int64_t(token) * product.columns + column) / 4;
-            while (packet.tag != tag) poll_packet(packet, from);
-            addend[token] = element(packet.numbers, column % 4);
-          }
+          if (i % 2 == 0 && !divided) addend[token] = residual_of(i, token, column, tag);
           if (product.bias != nullptr) {
             addend[token] += product.bias_f32 ? load_operand(static_cast<float const*>(product.bias) + column)
                                               : minfer::to_float(load_operand(static_cast<T const*>(product.bias) + column));
@@ -633,12 +642,72 @@ class DecoderBlock {
         }
         __syncwarp();
         if (lane == 0) EmptyBarrier::arrive(&storage_.partial_empty[slot]);
+        if (divided) {  // of one token; the last unit's sum is waited for while this one's travels
+          send_part(i, column, y[0] * scale + addend[0], lane);
+          if (sent >= 0) sum_parts(i, sent * outputs + row, tag, lane);
+          sent = unit;
+          continue;
+        }
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
           if (token < p_.m) store(i, token, column, y[token] * (factor[token] * scale), addend[token], tag, lane);
         }
       }
+      if (sent >= 0) sum_parts(i, sent * outputs + row, tag, lane);
     }
+  }
+  /// What products 0 and 2 are added to: the residual, and x, which the CTA has published itself.
+  __device__ __forceinline__ float residual_of(int i, int token, int column, uint64_t tag) const {
+    int64_t const at = int64_t(token) * p_.products[i].columns + column;
+    if (i == 0) return minfer::to_float(load_operand(static_cast<T const*>(p_.residual) + at));
+    Packet packet{0, ~tag};
+    while (packet.tag != tag) poll_packet(packet, p_.products[0].packets + at / 4);
+    return element(packet.numbers, column % 4);
+  }
+
+  // Of a layer that is divided among GPUs: the ranks' parts of products 0 and 2. Every rank sends its own to all, itself among them, and
+  // adds up all of them in the order of the ranks, so that all have the same bits.
+  __device__ __forceinline__ distributed::ReducePacket* part_of(int buffer, int i, int rank, int column) const {
+    int64_t const row = (int64_t(storage_.epoch % distributed::kEpochs) * kExchanges + i / 2) * p_.ranks + rank;
+    return reinterpret_cast<distributed::ReducePacket*>(p_.exchange[buffer] + sizeof(distributed::ExchangeHeader)) +
+           row * (p_.products[i].columns / 2) + column / 2;
+  }
+  __device__ __forceinline__ void send_part(int i, int column, float part, int lane) const {
+    float const next = __shfl_down_sync(0xffffffffu, part, 1);
+    if (lane % 2 == 1 || column >= p_.products[i].columns) return;
+    uint32_t const flag = distributed::flag_of(storage_.epoch);
+    for (int rank = lane / 16; rank < p_.ranks; rank += 2)
+      distributed::send(part_of(rank, i, p_.rank, column), __float_as_uint(part), __float_as_uint(next), flag);
+  }
+  __device__ __forceinline__ void sum_parts(int i, int column, uint64_t tag, int lane) const {
+    constexpr int kEach = kMostDecoderRanks / 2;  // half a warp has every second rank's
+    bool const inside = column < p_.products[i].columns;
+    uint32_t const flag = distributed::flag_of(storage_.epoch);
+    float const addend = inside ? residual_of(i, 0, column, tag) : 0.0f;
+    distributed::ReducePacket found[kEach] = {};
+    for (distributed::Patience patience;; patience.poll()) {
+      bool all = true;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        int const rank = 2 * j + lane / 16;
+        if (!inside || rank >= p_.ranks) continue;
+        found[j] = distributed::poll(part_of(p_.rank, i, rank, column));
+        all = all && distributed::has_come(found[j], flag);
+      }
+      if (all) break;
+    }
+    __syncwarp();
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      float const own = __uint_as_float(uint32_t(column % 2 == 0 ? found[j].first : found[j].second));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float const part = __shfl_sync(0xffffffffu, own, lane % 16 + 16 * half);
+        if (2 * j + half < p_.ranks) sum += part;
+      }
+    }
+    store(i, 0, column, sum, addend, tag, lane);
   }
   __device__ __forceinline__ float norm_factor(int i, int token) const {
     float sum = 0.0f;

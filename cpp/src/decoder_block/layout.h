@@ -80,8 +80,12 @@ constexpr int64_t fixed_bytes(int64_t tokens) {
          8 * (2 * kMostStages + 2 * kMostKStages + 2 + 2 * kPartials);
 }
 
-/// 16-byte packets of 4 numbers each: of x, h, and x again.
+/// The last layer has no product behind the residual.
+inline int products_of(DecoderBlockProblem const& problem) { return problem.next == 0 ? kDecoderBlockProducts - 1 : kDecoderBlockProducts; }
+
+/// 16-byte packets of 4 numbers each: of x, h, and x again; what the last product makes does not travel.
 inline int64_t packets_of(DecoderBlockProblem const& problem, int product) {
+  if (product + 1 >= products_of(problem)) return 0;
   return problem.m * (product == 1 ? problem.inter : problem.hidden) / 4;
 }
 
@@ -93,5 +97,9 @@ inline AttentionPackets attention_packets_of(DecoderBlockProblem const& problem,
   if (problem.heads == 0) return {0, 0, 0};
   return {problem.attention / 4, problem.heads * splits * (kHeadDim / 2), problem.heads * splits};
 }
+
+/// Of a divided layer's exchange, behind a header: packets [epochs][output and down projection][ranks][hidden / 2] of 2 numbers, 16 bytes.
+/// A launch writes those of its epoch while other ranks may still read those of the one before (distributed/exchange.h).
+constexpr int kExchanges = 2;
 
 }  // namespace minfer::decoder_block

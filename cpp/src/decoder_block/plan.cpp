@@ -23,6 +23,7 @@
 
 #include "common/without_cuda.h"
 #include "decoder_block/layout.h"
+#include "distributed/exchange.h"
 
 namespace minfer {
 
@@ -47,7 +48,7 @@ char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) 
   bool const int4 = p.weights == WeightFormat::kInt4;
   if (p.weights == WeightFormat::kFp8E4M3 && p.scales == DecoderBlockScales::kOther)
     return "scales of e4m3 weights must all be of rows, or all of blocks in float32";
-  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+  for (int i = 0; i < products_of(p); ++i) {
     if (p.k(i) < kUnit || p.k(i) % kUnit != 0) return "k of all weights must be multiples of 16";
     if (p.weights == WeightFormat::kFp8E4M3 && p.k(i) % 128 != 0) return "k of e4m3 weights must be multiples of 128";
     if (p.weights == WeightFormat::kDense && p.k(i) % 64 != 0) return "k of 16-bit weights must be multiples of 64";
@@ -89,6 +90,11 @@ int64_t stages_of_cta(DecoderBlockProblem const& p, int64_t ctas) {
 
 bool DecoderBlockProblem::operator==(DecoderBlockProblem const&) const = default;
 
+size_t decoder_exchange_bytes(int64_t hidden, int32_t ranks) {
+  using namespace distributed;
+  return sizeof(ExchangeHeader) + size_t(kEpochs * kExchanges) * size_t(ranks) * size_t((hidden + 1) / 2) * kPacketBytes;
+}
+
 Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties const& device, bool forced, DecoderBlockPlan* plan) {
   *plan = DecoderBlockPlan{};
   DecoderBlockProblem const& p = problem;
@@ -127,7 +133,7 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
   plan->ahead = int32_t(std::min(stages, std::clamp((stages_of_one + kStagesOfOneAhead / 2) / kStagesOfOneAhead, kLeastAhead, most_ahead)));
   plan->stages = int32_t(stages);
   plan->smem_bytes = int32_t(layout.bytes);
-  for (int i = 0; i + 1 < kDecoderBlockProducts; ++i) plan->workspace_bytes += size_t(packets_of(p, i)) * 16;
+  for (int i = 0; i < kDecoderBlockProducts; ++i) plan->workspace_bytes += size_t(packets_of(p, i)) * 16;
   AttentionPackets const packets = attention_packets_of(p, plan->splits);
   plan->workspace_bytes += size_t(packets.out + packets.partials + packets.ends) * 16;
   std::snprintf(plan->reason, sizeof(plan->reason), "%s",

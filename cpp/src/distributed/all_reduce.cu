@@ -1,8 +1,5 @@
 // The sum of few numbers over the GPUs of a host (minfer/all_reduce.h).
 //
-// Packets are of 16 bytes: twice four bytes of numbers and a flag, which says the epoch. The two halves are 8 bytes each, which arrive
-// whole over NVLink and PCIe; so the data says by itself that it is there, without a fence and a second trip. After NCCL's LL protocol.
-//
 // Walk: a thread sends a vector of 8 numbers to the same place of every other rank's buffer, then waits for the other ranks' in its own.
 // CTAs are started in the order of their numbers, on every rank, and a CTA waits only for the CTAs of its number, which have sent before
 // they wait: a launch ends however few of its CTAs are resident together.
@@ -10,6 +7,7 @@
 #include "common/dependent_launch.cuh"
 #include "common/kernel_launch.h"
 #include "distributed/epoch.cuh"
+#include "distributed/reduce_packets.cuh"
 #include "distributed/vector_sum.cuh"
 #include "minfer/all_reduce.h"
 
@@ -27,23 +25,6 @@ struct ReduceParams {
   int32_t rank;
   char* buffers[kMostReduceRanks];
 };
-
-struct ReducePacket {
-  uint64_t first, second;  // numbers in the low half, the flag in the high one
-};
-
-__device__ __forceinline__ void send(ReducePacket* to, uint32_t first, uint32_t second, uint32_t flag) {
-  uint64_t const tag = uint64_t(flag) << 32;
-  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(tag | first), "l"(tag | second) : "memory");
-}
-__device__ __forceinline__ ReducePacket poll(ReducePacket const* from) {
-  ReducePacket packet;
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(packet.first), "=l"(packet.second) : "l"(from) : "memory");
-  return packet;
-}
-__device__ __forceinline__ bool has_come(ReducePacket const& packet, uint32_t flag) {
-  return uint32_t(packet.first >> 32) == flag && uint32_t(packet.second >> 32) == flag;
-}
 
 /// Waits until both packets of every other rank's vector are here, which are polled together. packets(rank): the first; the second is
 /// `apart` behind it.
@@ -74,7 +55,7 @@ __global__ void __launch_bounds__(kMostThreads) all_reduce_kernel(__grid_constan
 #endif
   auto* const header = reinterpret_cast<ExchangeHeader*>(params.buffers[params.rank]);
   uint64_t const epoch = begin_epoch(header);
-  uint32_t const flag = uint32_t(epoch % 0xffffffffu) + 1;  // never that of zeros; the next epoch's is another
+  uint32_t const flag = flag_of(epoch);
   auto const packets = [&](int buffer, int rank) {
     int64_t const place = (int64_t(epoch % kEpochs) * kRanks + rank) * kHalves * params.most;
     return reinterpret_cast<ReducePacket*>(params.buffers[buffer] + sizeof(ExchangeHeader)) + place;

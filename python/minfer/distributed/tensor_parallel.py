@@ -12,6 +12,7 @@ everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from .._core.batch_invariance import is_batch_invariant
 from ..checks.common import Checker
+from .layer_exchange import LayerExchange, open_layer_exchange
 from .peer_exchange import PeerExchange
+from .peer_memory import PeerMemory
 from .places import place_in
 
 
@@ -60,6 +63,8 @@ class TensorParallel:
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         self.group, self.device = group, torch.device(device)
         usable = peer_memory and self.device.type == "cuda" and self.ranks > 1
+        self._usable = usable
+        self._of_layers: list[PeerMemory] = []
         self._exchange = PeerExchange.among(group, self.device, self.rank, self.ranks) if usable else None
 
     def part(self, count: int, unit: int = 1) -> tuple[int, int]:
@@ -95,8 +100,26 @@ class TensorParallel:
         _gather_into(own.view(torch.uint8), total.to(x.dtype).view(torch.uint8), self.group)
         return own[: x.numel()].view(x.shape)
 
+    def layer_exchange(self, hidden: int, parts: Any) -> LayerExchange | None:
+        """What decoder layers in one launch each exchange their sums through; None where they cannot. Every rank at the same time.
+
+        Args:
+          hidden: columns of the residual.
+          parts: what this rank's layers look like, which has to be the same on all ranks (:func:`.layer_exchange.open_layer_exchange`).
+        """
+        if not self._usable:
+            return None
+        memory = open_layer_exchange(self.group, self.device, self.rank, self.ranks, hidden, parts)
+        if memory is None:
+            return None
+        self._of_layers.append(memory)
+        return LayerExchange(tuple(memory.addresses), self.rank)
+
     def close(self) -> None:
         """Gives back what sums of few tokens go through; every rank at the same time, and no step after it."""
+        for memory in self._of_layers:
+            memory.close()
+        self._of_layers = []
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None

@@ -59,7 +59,8 @@ def w4a16_decoder_block(
         takes them. inter is a multiple of 8.
       down_qweight, down_scales: Wd [h, inter].
       next_norm: [h], a's dtype.
-      next_qweight, next_scales: Wn [n, h], what multiplies the norm of the next layer, or of the whole model's end. n is a multiple of 8.
+      next_qweight, next_scales: Wn [n, h], what multiplies the norm of the next layer, or of the whole model's end. n is a multiple of 8;
+        0 where nothing stands behind the residual, as in a model's last layer: then next_norm is not used.
       eps: of both norms, finite in float32 and not negative.
       weight_offset: of both norms, finite in float32; 1.0 for Gemma's.
       o_bias, down_bias, next_bias: [h], [h] and [n], a's dtype or float32.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._core.batch_invariance import is_batch_invariant
+from ...distributed.layer_exchange import LayerExchange
 from ...ops.decoder_block import decoder_block, fp8_decoder_block, w4a16_decoder_block
 from ...planning.plan import DTYPE_NAMES
 from .attention import Attention
@@ -20,6 +21,7 @@ from .layer import DecoderLayer
 from .mlp import Mlp
 from .norm import Norm
 from .projection import Projection, is_dense, packed_int4, scaled_fp8
+from .shard import ReducedProjection
 
 # Up to which the operators may be planned as one launch.
 MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8, MOST_TOKENS_OF_DENSE = 1, 2, 2
@@ -46,6 +48,14 @@ class OneToken(NamedTuple):
     cos_sin: Tensor
 
 
+def parts_of(layer: DecoderLayer) -> tuple:
+    """What decides how a layer is launched."""
+    attention, mlp = layer.attention, layer.mlp
+    products = [attention.qkv, attention.output] + ([mlp.first, mlp.down] if isinstance(mlp, Mlp) else [])
+    sizes = [(x.in_features, x.out_features, x.weight_format) for x in (getattr(y, "own", y) for y in products)]
+    return (attention.heads, attention.heads_kv, *sizes)
+
+
 class AttendsToOne(ABC):
     """An ``Attend`` whose attention of one token can be part of a launch."""
 
@@ -55,14 +65,16 @@ class AttendsToOne(ABC):
 
 
 class Block:
-    """(attention's output [tokens, heads * head_dim], x [tokens, hidden], which is written) -> what the next attention takes.
+    """(attention's output [tokens, heads * head_dim], x [tokens, hidden], which is written) -> what the next attention takes; of the last
+    layer nothing, in no columns.
 
     Args:
       call: the operator; layer: the one with attention in front; parts: what they take of a product, by the names of the product's tensors.
-      products: the output projection, the MLP's two, and the next layer's first one.
-      mlp_norm, next_norm: in front of the second and of the last.
+      products: the output projection, the MLP's two, and the next layer's first one; of the last layer no more than three.
+      mlp_norm, next_norm: in front of the second and of the fourth, or of the last layer twice the same.
       most_tokens: for which it is worth calling.
       options: of both operators.
+      exchange: of a layer that is divided among ranks, what they exchange their parts of sums through; None: it is whole.
     """
 
     def __init__(
@@ -75,21 +87,29 @@ class Block:
         next_norm: Norm,
         most_tokens: int,
         options: dict[str, Any],
+        exchange: LayerExchange | None = None,
     ):
         self._call, self._layer, self._parts, self._options = call, layer, parts, options
         self._products, self._norms = products, (mlp_norm, next_norm)
-        self.most_tokens = most_tokens
+        self.most_tokens, self._exchange = most_tokens, exchange
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether it is computed with attention in front or not at all."""
+        return self._exchange is not None
 
     def __call__(self, y: Tensor, x: Tensor) -> Tensor:
         return self._call(y, x, **self._arguments(), constant_weights=True)
 
     def _arguments(self) -> dict[str, Any]:
         # The modules' tensors are looked up at every call: moving a module replaces them.
-        found = dict(self._options)
-        for name, product in zip(("o", "gate_up", "down", "next"), self._products, strict=True):
+        found = dict(self._options) | {"next_bias": None}
+        for name, product in zip(("o", "gate_up", "down", "next"), self._products, strict=False):
             found |= {f"{name}_{part}": getattr(product, part) for part in self._parts}
             if name != "gate_up":
                 found[f"{name}_bias"] = product.bias
+        if len(self._products) < 4:
+            found |= {f"next_{part}": _without_rows(part, getattr(self._products[1], part)) for part in self._parts}
         return found | {"mlp_norm": self._norms[0].weight, "next_norm": self._norms[1].weight}
 
     def includes(self, attention: Attention, step: OneToken) -> bool:
@@ -105,8 +125,7 @@ class Block:
             or cache.shape[1] & (cache.shape[1] - 1)
         ):
             return False
-        output, first, down, following = self._products
-        sizes = (1, output.in_features, output.out_features, down.in_features, following.out_features)
+        sizes = _sizes(self._products)
         sizes += (attention.heads, attention.heads_kv, step.block_table.shape[1] * cache.shape[1])
         weights = self._weights()
         return weights is not None and _is_one_launch(sizes, cache.dtype, *weights, cache.device.index, is_batch_invariant())
@@ -137,8 +156,24 @@ class Block:
             qk_eps=0.0 if q_norm is None else q_norm.eps,
             qk_weight_offset=0.0 if q_norm is None else q_norm.weight_offset,
             constant=settled,
+            **({} if self._exchange is None else {"exchange": self._exchange.addresses, "rank": self._exchange.rank}),
             **self._arguments(),
         )
+
+
+def _without_rows(part: str, x: Tensor) -> Tensor:
+    """A tensor of a weight of gate and up rows, as a weight with the same columns and no rows has it."""
+    if part == "scales":
+        return x[:, :0]
+    if part == "scale" and x.numel() == 1:
+        return x
+    return x[0, :0] if part == "scale" and x.dim() == 3 else x[:0]  # of blocks, gates' and ups' apart; of rows
+
+
+def _sizes(products: list[Projection]) -> tuple[int, ...]:
+    """Of one token, as ``_plan_decoder_block`` takes them."""
+    output, down, behind = products[0], products[2], products[3:]
+    return (1, output.in_features, output.out_features, down.in_features, behind[0].out_features if behind else 0)
 
 
 @lru_cache(maxsize=1024)
@@ -147,34 +182,41 @@ def _is_one_launch(sizes: tuple[int, ...], dtype: torch.dtype, weights: str, gro
     return json.loads(plan)["one_launch"]
 
 
-def between(layer: DecoderLayer, following: DecoderLayer | None) -> Block | None:
-    """The block behind a layer's attention; None where its parts are not those of :func:`minfer.decoder_block`,
-    :func:`minfer.w4a16_decoder_block` or :func:`minfer.fp8_decoder_block`."""
-    if following is None or not isinstance(layer.mlp, Mlp) or layer.attention_output_norm is not None:
+def between(layer: DecoderLayer, following: DecoderLayer | None, exchange: LayerExchange | None = None) -> Block | None:
+    """The block behind a layer's attention, of the last layer without a product behind it; None where its parts are not those of
+    :func:`minfer.decoder_block`, :func:`minfer.w4a16_decoder_block` or :func:`minfer.fp8_decoder_block`. exchange: of layers that are
+    divided among ranks; without one there is no block of those."""
+    if not isinstance(layer.mlp, Mlp) or layer.attention_output_norm is not None:
         return None
-    first, down = layer.mlp.first, layer.mlp.down
-    products = [layer.attention.output, first, down, following.attention.qkv]
+    output, first, down = layer.attention.output, layer.mlp.first, layer.mlp.down
+    divided = isinstance(output, ReducedProjection)
+    if isinstance(down, ReducedProjection) != divided or (divided and exchange is None):
+        return None
+    if divided:
+        output, down = output.own, down.own
+    products = [output, first, down]
+    if following is not None:
+        products.append(following.attention.qkv)
     found = _operator_of(products)
     if found is None or not first.gated or first.bias is not None:
         return None
-    if down.gated or any(product.activation != "none" for product in (products[0], down, products[3])):
+    if down.gated or any(product.activation != "none" for product in products if product is not first):
         return None
-    mlp_norm, next_norm = layer.mlp_norm, following.input_norm
+    mlp_norm = layer.mlp_norm
+    next_norm = mlp_norm if following is None else following.input_norm
     if mlp_norm.centered or next_norm.centered or (mlp_norm.eps, mlp_norm.weight_offset) != (next_norm.eps, next_norm.weight_offset):
         return None
     if is_dense(down) and not _is_worth_it(products):
         return None
     call, layer_call, parts, most_tokens, options = found
     options |= dict(eps=mlp_norm.eps, weight_offset=mlp_norm.weight_offset, activation=first.activation)
-    return Block(call, layer_call, parts, products, mlp_norm, next_norm, most_tokens, options)
+    return Block(call, layer_call, parts, products, mlp_norm, next_norm, most_tokens, options, exchange if divided else None)
 
 
 def _is_worth_it(products: list[Projection]) -> bool:
     """Whether the block of 16-bit weights is one launch: of its operators, those that a norm and a product have together are faster."""
-    output, _, down, following = products
-    weight = output.weight
-    sizes = (1, output.in_features, output.out_features, down.in_features, following.out_features)
-    return not weight.is_cuda or _is_one_launch(sizes, weight.dtype, "dense", -1, weight.device.index, is_batch_invariant())
+    weight = products[0].weight
+    return not weight.is_cuda or _is_one_launch(_sizes(products), weight.dtype, "dense", -1, weight.device.index, is_batch_invariant())
 
 
 def _operator_of(

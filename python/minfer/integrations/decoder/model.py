@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...distributed.tensor_parallel import TensorParallel, borders
 from ...ops.fused import embedding
-from .block import MOST_TOKENS, AttendsToOne, between
+from .block import MOST_TOKENS, AttendsToOne, between, parts_of
 from .layer import Attend, DecoderLayer
 from .norm import Norm
 from .projection import Projection
@@ -49,6 +49,8 @@ class DecoderModel:
         self.layers, self.norm, self.head = list(layers), norm, head
         self.rotations, self.max_positions, self.logit_softcap = dict(rotations), max_positions, logit_softcap
         self.vocabulary, self.parallel = head.out_features if vocabulary is None else vocabulary, parallel
+        parts = [parts_of(layer) for layer in self.layers]
+        self.layer_exchange = None if parallel is None else parallel.layer_exchange(embedding.shape[1], parts)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,17 +71,17 @@ class DecoderModel:
         for layer, following, own in zip(self.layers, [*self.layers[1:], None], attend, strict=True):
             if qkv is None:
                 qkv = layer.in_front_of_attention(x, pending)
-            block = between(layer, following) if tokens <= MOST_TOKENS else None
-            if block is None or tokens > block.most_tokens:
-                x, pending = layer.behind_attention(x, own(layer.attention, qkv))
-                qkv = None
-                continue
-            one = own.one_token(layer.attention) if tokens == 1 and isinstance(own, AttendsToOne) else None
-            if one is not None and block.includes(layer.attention, one):
-                qkv = block.with_attention(layer.attention, qkv, x, one, settled=layer is not self.layers[0])
-            else:
-                qkv = block(own(layer.attention, qkv), x)
-            pending = None
+            block = between(layer, following, self.layer_exchange) if tokens <= MOST_TOKENS else None
+            if block is not None and tokens <= block.most_tokens:
+                one = own.one_token(layer.attention) if tokens == 1 and isinstance(own, AttendsToOne) else None
+                if one is not None and block.includes(layer.attention, one):
+                    qkv, pending = block.with_attention(layer.attention, qkv, x, one, settled=layer is not self.layers[0]), None
+                    continue
+                if not block.needs_attention:
+                    qkv, pending = block(own(layer.attention, qkv), x), None
+                    continue
+            x, pending = layer.behind_attention(x, own(layer.attention, qkv))
+            qkv = None
         return x, pending
 
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
