@@ -138,16 +138,17 @@ def layer(sizes: tuple[int, int, int, int], heads: tuple[int, int], length: int,
         rotations = minfer.rope_cache(500000.0, HEAD_DIM, length).to(device)
         scale = HEAD_DIM**-0.5
         ops = torch.ops.minfer
-        op = {"int4": ops._w4a16_decoder_layer, "e4m3": ops._fp8_decoder_layer, "dense": ops._decoder_layer}[form]
-        biases = dict.fromkeys(("o_bias", "down_bias", "next_bias"))
-        attention = dict(q_weight=None, k_weight=None, scale=scale, window_left=-1, qk_eps=0.0, qk_weight_offset=0.0)
+        op = {"int4": ops._w4a16_decoder_layers, "e4m3": ops._fp8_decoder_layers, "dense": ops._decoder_layers}[form]
+        none: dict[str, list[Tensor]] = {name: [] for name in ("q_weight", "k_weight", "o_bias", "down_bias", "next_bias")}
+        attention = dict(scale=scale, windows=[-1], qk_eps=0.0, qk_weight_offset=0.0)
         block_options = dict(eps=EPS, weight_offset=0.0, activation="silu") | OPTIONS[form]
 
         def one_launch(i: int, residual: Tensor | None = None) -> Tensor:
             qkv, x, cache, w = data[i]
-            places = (cache.k, cache.v, table, seq_lens, slots, positions, rotations)
+            places = ([cache.k], [cache.v], table, seq_lens, slots, positions, rotations)
             x = x if residual is None else residual
-            return op(qkv, x, *places, **attention, **w, **biases, **block_options, constant=True)
+            weights = {name: [tensor] for name, tensor in w.items()}
+            return op(qkv, x, *places, **attention, **weights, **none, **block_options, constant=True)
 
         def attend(i: int) -> Tensor:
             qkv, _, cache, _ = data[i]

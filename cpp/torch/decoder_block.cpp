@@ -139,26 +139,39 @@ Tensor w4a16_decoder_block(Tensor const& a, Tensor const& residual, Tensor const
       eps, weight_offset, activation, kernel);
 }
 
-Tensor w4a16_decoder_layer(Tensor const& qkv, Tensor const& residual, Tensor const& k_cache, Tensor const& v_cache,
-                           Tensor const& block_table, Tensor const& seq_lens, Tensor const& slot_mapping, Tensor const& positions,
-                           Tensor const& cos_sin, OptionalTensor const& q_weight, OptionalTensor const& k_weight, double scale,
-                           int64_t window_left, double qk_eps, double qk_weight_offset, Tensor const& o_qweight, Tensor const& o_scales,
-                           Tensor const& mlp_norm, Tensor const& gate_up_qweight, Tensor const& gate_up_scales, Tensor const& down_qweight,
-                           Tensor const& down_scales, Tensor const& next_norm, Tensor const& next_qweight, Tensor const& next_scales,
-                           double eps, double weight_offset, OptionalTensor const& o_bias, OptionalTensor const& down_bias,
-                           OptionalTensor const& next_bias, int64_t group_size, std::string const& activation, bool constant,
-                           std::vector<int64_t> const& exchange, int64_t rank) {
-  char const* op = "minfer::_w4a16_decoder_layer";
-  DecoderAttentionCall const attention{op,      qkv,      k_cache,  v_cache, block_table, seq_lens, slot_mapping,    positions,
-                                       cos_sin, q_weight, k_weight, scale,   window_left, qk_eps,   qk_weight_offset};
-  check(attention);
-  Tensor const a = output_like(attention);
-  DecoderBlockCall call{
-      op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention, exchange_of(op, exchange, rank)};
-  return run(
-      call,
-      weights_of(o_qweight, o_scales, gate_up_qweight, gate_up_scales, down_qweight, down_scales, next_qweight, next_scales, group_size),
-      eps, weight_offset, activation, "one_launch");
+using Tensors = std::vector<Tensor>;
+
+Tensor w4a16_decoder_layers(Tensor const& qkv, Tensor const& residual, Tensors const& k_caches, Tensors const& v_caches,
+                            Tensor const& block_table, Tensor const& seq_lens, Tensor const& slot_mapping, Tensor const& positions,
+                            Tensor const& cos_sin, Tensors const& q_weight, Tensors const& k_weight, double scale,
+                            std::vector<int64_t> const& windows, double qk_eps, double qk_weight_offset, Tensors const& o_qweight,
+                            Tensors const& o_scales, Tensors const& mlp_norm, Tensors const& gate_up_qweight, Tensors const& gate_up_scales,
+                            Tensors const& down_qweight, Tensors const& down_scales, Tensors const& next_norm, Tensors const& next_qweight,
+                            Tensors const& next_scales, double eps, double weight_offset, Tensors const& o_bias, Tensors const& down_bias,
+                            Tensors const& next_bias, int64_t group_size, std::string const& activation, bool constant,
+                            std::vector<int64_t> const& exchange, int64_t rank) {
+  char const* op = "minfer::_w4a16_decoder_layers";
+  DecoderLayers const layers{op,        qkv,       residual, k_caches,  v_caches,  block_table, seq_lens, slot_mapping,
+                             positions, cos_sin,   q_weight, k_weight,  scale,     windows,     qk_eps,   qk_weight_offset,
+                             mlp_norm,  next_norm, o_bias,   down_bias, next_bias, constant,    exchange, rank};
+  DecoderLayerCalls all(layers);
+  std::pair<char const*, Tensors const*> const lists[] = {
+      {"o_qweight", &o_qweight},           {"o_scales", &o_scales},         {"gate_up_qweight", &gate_up_qweight},
+      {"gate_up_scales", &gate_up_scales}, {"down_qweight", &down_qweight}, {"down_scales", &down_scales},
+      {"next_qweight", &next_qweight},     {"next_scales", &next_scales}};
+  for (auto const& [name, list] : lists) all.check_count(name, list->size());
+  std::vector<Weights> weights;
+  weights.reserve(all.calls().size());  // they refer to tensors
+  for (size_t i = 0; i < all.calls().size(); ++i) {
+    weights.push_back(weights_of(o_qweight[i], o_scales[i], gate_up_qweight[i], gate_up_scales[i], down_qweight[i], down_scales[i],
+                                 next_qweight[i], next_scales[i], group_size));
+    check(all.calls()[i], weights[i]);
+  }
+  DecoderBlockProblem problem = all.calls()[0].problem();
+  problem.group_size = std::max<int64_t>(0, group_size);
+  return run_layers(all.calls(), problem, eps, weight_offset, activation, [&](size_t i, DecoderBlockOperands* operands, Held* held) {
+    return set_weights(all.calls()[i], weights[i], operands, held);
+  });
 }
 
 constexpr Operator kOperators[] = {
@@ -168,16 +181,18 @@ constexpr Operator kOperators[] = {
      "float eps=1e-06, *, float weight_offset=0.0, Tensor? o_bias=None, Tensor? down_bias=None, Tensor? next_bias=None, "
      "int group_size=128, str activation='silu', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&w4a16_decoder_block>},
-    // The same behind qk_norm_rope_append and attention_paged of one token, in one launch, for engines that have planned it. constant: of
-    // weights, and of all that attention reads but qkv, nothing is written by what still runs. exchange: of a layer that is divided among
-    // GPUs, which each have some heads and some columns of the MLP: where this process has the ranks' buffers; rank: this one.
-    {"_w4a16_decoder_layer(Tensor qkv, Tensor(a!) residual, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor block_table, Tensor seq_lens, "
-     "Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float scale, int window_left, "
-     "float qk_eps, float qk_weight_offset, Tensor o_qweight, Tensor o_scales, Tensor mlp_norm, Tensor gate_up_qweight, "
-     "Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales, Tensor next_norm, Tensor next_qweight, Tensor next_scales, "
-     "float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, int group_size, str activation, "
-     "bool constant, int[] exchange=[], int rank=0) -> Tensor",
-     boxed<&w4a16_decoder_layer>},
+    // The same behind qk_norm_rope_append and attention_paged of one token, layer after layer, in one launch, for engines that have planned
+    // it. The first layer's qkv is given, D is what the last one returns. constant: of weights, and of all that attention reads but qkv,
+    // nothing is written by what still runs. exchange: of layers that are divided among GPUs, which each have some heads and some columns of
+    // the MLP: where this process has the ranks' buffers; rank: this one.
+    {"_w4a16_decoder_layers(Tensor qkv, Tensor(a!) residual, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor block_table, "
+     "Tensor seq_lens, Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor[] q_weight, Tensor[] k_weight, float scale, "
+     "int[] windows, float qk_eps, float qk_weight_offset, Tensor[] o_qweight, "
+     "Tensor[] o_scales, Tensor[] mlp_norm, Tensor[] gate_up_qweight, Tensor[] gate_up_scales, Tensor[] down_qweight, "
+     "Tensor[] down_scales, Tensor[] next_norm, Tensor[] next_qweight, Tensor[] next_scales, float eps, float weight_offset, Tensor[] "
+     "o_bias, Tensor[] down_bias, Tensor[] next_bias, "
+     "int group_size, str activation, bool constant, int[] exchange=[], int rank=0) -> Tensor",
+     boxed<&w4a16_decoder_layers>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
@@ -219,6 +234,7 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
   Json json;
   json.open('{').key("one_launch").value(plan.one_launch);
   json.key("ctas").value(int64_t(plan.ctas)).key("stages").value(int64_t(plan.stages)).key("ahead").value(int64_t(plan.ahead));
+  json.key("most_layers").value(int64_t(plan.most_layers));
   json.key("smem_bytes").value(int64_t(plan.smem_bytes)).key("workspace_bytes").value(int64_t(plan.workspace_bytes));
   json.key("reason").value(plan.reason).close('}');
   return json.text();

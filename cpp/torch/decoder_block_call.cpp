@@ -27,40 +27,55 @@ void check_one_bias(DecoderBlockCall const& call, int product) {
   }
 }
 
-void run_in_one_launch(DecoderBlockCall const& call, DecoderBlockProblem const& problem, DecoderBlockPlan const& plan, Tensor const& out,
-                       OnDevice const& on, std::function<bool(DecoderBlockOperands*, Held*)> const& weights) {
-  char const* op = call.op;
-  DecoderBlockOperands operands;
+/// weights: as in run_layers.
+void run_in_one_launch(std::span<DecoderBlockCall const> calls, DecoderBlockProblem const& problem, DecoderBlockPlan const& plan,
+                       Tensor const& out, OnDevice const& on, std::function<bool(size_t, DecoderBlockOperands*, Held*)> const& weights) {
+  DecoderBlockCall const& first = calls[0];
+  char const* op = first.op;
+  std::vector<DecoderBlockOperands> layers(calls.size());
   Held held;
-  operands.weights_are_constant = weights(&operands, &held) && call.constant_weights;
-  if (call.attention_call != nullptr) {
-    operands.weights_are_constant = set(*call.attention_call, &operands.attention, &held) && operands.weights_are_constant;
-  } else {
-    operands.a = held.keep(aligned_contiguous(op, "a", call.a));
-  }
-  Tensor const* const norms[kDecoderBlockProducts] = {nullptr, &call.mlp_norm, nullptr, &call.next_norm};
-  for (int i = 0; i < call.products(); ++i) {
-    DecoderBlockOperands::Product& product = operands.products[i];
-    if (norms[i] != nullptr) product.norm = held.keep(aligned_contiguous(op, i == 1 ? "mlp_norm" : "next_norm", *norms[i]));
-    if (call.bias(i)) {
-      Tensor const bias = contiguous(op, "bias", *call.bias(i));
-      product.bias = held.keep(bias);
-      product.bias_type = data_type(bias.scalar_type());
+  bool constant = first.constant_weights;
+  for (size_t layer = 0; layer < calls.size(); ++layer) {
+    DecoderBlockCall const& call = calls[layer];
+    DecoderBlockOperands& operands = layers[layer];
+    constant = weights(layer, &operands, &held) && constant;
+    if (call.attention_call != nullptr) {
+      constant = set(*call.attention_call, &operands.attention, &held) && constant;
+    } else {
+      operands.a = held.keep(aligned_contiguous(op, "a", call.a));
+    }
+    Tensor const* const norms[kDecoderBlockProducts] = {nullptr, &call.mlp_norm, nullptr, &call.next_norm};
+    for (int i = 0; i < call.products(); ++i) {
+      DecoderBlockOperands::Product& product = operands.products[i];
+      if (norms[i] != nullptr) product.norm = held.keep(aligned_contiguous(op, i == 1 ? "mlp_norm" : "next_norm", *norms[i]));
+      if (call.bias(i)) {
+        Tensor const bias = contiguous(op, "bias", *call.bias(i));
+        product.bias = held.keep(bias);
+        product.bias_type = data_type(bias.scalar_type());
+      }
     }
   }
-  bool const aligned = call.residual.is_aligned(16);
-  Tensor const residual = aligned ? call.residual : copy_of(op, "residual", call.residual);
+  bool const aligned = first.residual.is_aligned(16);
+  Tensor const residual = aligned ? first.residual : copy_of(op, "residual", first.residual);
+  DecoderBlockOperands& operands = layers[0];
+  operands.weights_are_constant = constant;
   operands.residual = residual.data_ptr();
   operands.d = out.data_ptr();
-  operands.eps = call.eps;
-  operands.weight_offset = call.weight_offset;
-  operands.activation = call.activation;
-  operands.exchange = call.exchange;
-  Workspace const workspace(op, out, plan.workspace_bytes, "the block of a ", call.a);
+  operands.eps = first.eps;
+  operands.weight_offset = first.weight_offset;
+  operands.activation = first.activation;
+  operands.exchange = first.exchange;
+  Workspace const workspace(op, out, plan.workspace_bytes, "the block of a ", first.a);
   Status const status =
-      run_decoder_block(plan, problem, operands, on.properties(), workspace.data(), workspace.bytes(), on.programmatic(), on.stream());
-  if (!status.ok()) fail(op, ": a ", call.a, ", residual ", call.residual, ": ", status.message);
-  if (!aligned) copy_into(op, "residual", call.residual, residual);
+      run_decoder_block(plan, problem, layers.data(), on.properties(), workspace.data(), workspace.bytes(), on.programmatic(), on.stream());
+  if (!status.ok()) fail(op, ": a ", first.a, ", residual ", first.residual, ": ", status.message);
+  if (!aligned) copy_into(op, "residual", first.residual, residual);
+}
+
+void set_numbers(DecoderBlockCall& call, double eps, double weight_offset, std::string const& activation) {
+  call.eps = eps_in_float32(call.op, eps);
+  call.weight_offset = in_float32(call.op, "weight_offset", weight_offset);
+  call.activation = parse_activation(call.op, activation);
 }
 
 }  // namespace
@@ -133,9 +148,7 @@ Tensor run(DecoderBlockCall& call, DecoderBlockProblem problem, double eps, doub
            std::function<void(Tensor const&, OnDevice const&)> const& one_by_one) {
   char const* op = call.op;
   Tensor const &a = call.a, &residual = call.residual;
-  call.eps = eps_in_float32(op, eps);
-  call.weight_offset = in_float32(op, "weight_offset", weight_offset);
-  call.activation = parse_activation(op, activation);
+  set_numbers(call, eps, weight_offset, activation);
   if (kernel && *kernel != kOneLaunch && *kernel != kSeparate) fail(op, ": kernel must be one_launch or separate, got '", *kernel, "'");
   OnDevice const on(op, a);
   ShapeArray shape(a.sizes());
@@ -148,11 +161,77 @@ Tensor run(DecoderBlockCall& call, DecoderBlockProblem problem, double eps, doub
     if (!status.ok()) fail(op, ": a ", a, ", residual ", residual, ": ", status.message);
   }
   if (plan.one_launch) {
-    run_in_one_launch(call, problem, plan, out, on, weights);
+    run_in_one_launch({&call, 1}, problem, plan, out, on,
+                      [&](size_t, DecoderBlockOperands* operands, Held* held) { return weights(operands, held); });
   } else {
     one_by_one(out, on);
   }
   return out;
+}
+
+Tensor run_layers(std::span<DecoderBlockCall> calls, DecoderBlockProblem problem, double eps, double weight_offset,
+                  std::string const& activation, std::function<bool(size_t, DecoderBlockOperands*, Held*)> const& weights) {
+  DecoderBlockCall &first = calls.front(), &last = calls.back();
+  char const* op = first.op;
+  set_numbers(first, eps, weight_offset, activation);
+  problem.layers = int64_t(calls.size());
+  problem.next = last.n[3];
+  for (DecoderBlockCall const& call : calls) {
+    for (int i = 0; i < kDecoderBlockProducts - 1; ++i) {
+      if (call.n[i] != first.n[i])
+        fail(op, ": layers must have the same sizes, got ", kProductNames[i], "s of ", first.n[i], " and ", call.n[i]);
+    }
+    if (&call != &last && call.n[3] != problem.qkv()) {
+      fail(op, ": next must have ", problem.qkv(), " rows, the columns of qkv, in front of another layer, got ", call.n[3]);
+    }
+  }
+  OnDevice const on(op, first.a);
+  Tensor const out = allocate(op, first.a, {1, last.n[3]}, first.a.scalar_type(), "the output of a ", first.a);
+  DecoderBlockPlan plan;
+  Status const status = plan_decoder_block(problem, on.properties(), true, &plan);
+  if (!status.ok()) fail(op, ": a ", first.a, ", residual ", first.residual, ": ", status.message);
+  run_in_one_launch(calls, problem, plan, out, on, weights);
+  return out;
+}
+
+void DecoderLayerCalls::check_count(char const* name, size_t count) const {
+  if (count != layers_.k_caches.size())
+    fail(layers_.op, ": ", name, " must be of ", layers_.k_caches.size(), " layers, as k_caches, got ", count);
+}
+
+std::vector<std::optional<Tensor>> DecoderLayerCalls::optional(char const* name, std::vector<Tensor> const& list) const {
+  if (list.empty()) return std::vector<std::optional<Tensor>>(layers_.k_caches.size());
+  check_count(name, list.size());
+  return {list.begin(), list.end()};
+}
+
+DecoderLayerCalls::DecoderLayerCalls(DecoderLayers const& layers) : layers_(layers) {
+  DecoderLayers const& x = layers;
+  size_t const count = x.k_caches.size();
+  if (count == 0) fail(x.op, ": k_caches must be of a layer or more, got none");
+  check_count("v_caches", x.v_caches.size());
+  check_count("windows", x.windows.size());
+  check_count("mlp_norm", x.mlp_norms.size());
+  check_count("next_norm", x.next_norms.size());
+  q_weights_ = optional("q_weight", x.q_weights);
+  k_weights_ = optional("k_weight", x.k_weights);
+  o_biases_ = optional("o_bias", x.o_biases);
+  down_biases_ = optional("down_bias", x.down_biases);
+  next_biases_ = optional("next_bias", x.next_biases);
+  DecoderExchange const exchange = exchange_of(x.op, x.exchange, x.rank);
+  attention_.reserve(count);
+  calls_.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    attention_.push_back({x.op, x.qkv, x.k_caches[i], x.v_caches[i], x.block_table, x.seq_lens, x.slot_mapping, x.positions, x.cos_sin,
+                          q_weights_[i], k_weights_[i], x.scale, x.windows[i], x.qk_eps, x.qk_weight_offset});
+    check(attention_.back());
+    if (!same(x.k_caches[i].sizes(), x.k_caches[0].sizes()) || !same(x.k_caches[i].strides(), x.k_caches[0].strides()))
+      fail(x.op, ": caches of all layers must have the same sizes and strides, got ", x.k_caches[0], " and ", x.k_caches[i]);
+    if (!a_) a_ = output_like(attention_.back());
+    calls_.push_back({x.op, *a_, x.residual, x.mlp_norms[i], x.next_norms[i], o_biases_[i], down_biases_[i], next_biases_[i], x.constant,
+                      &attention_.back(), exchange});
+    for (Tensor const* cache : {&x.k_caches[i], &x.v_caches[i]}) check_apart(calls_.back(), "a cache", *cache);
+  }
 }
 
 }  // namespace minfer::torch_binding

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -55,5 +56,46 @@ void check_apart(DecoderBlockCall const& call);
 Tensor run(DecoderBlockCall& call, DecoderBlockProblem problem, double eps, double weight_offset, std::string const& activation,
            std::optional<std::string> const& kernel, std::function<bool(DecoderBlockOperands*, Held*)> const& weights,
            std::function<void(Tensor const&, OnDevice const&)> const& one_by_one);
+
+/// Layers one behind the other, each with its attention, in one launch: checked calls of layers of the same sizes. The first one has qkv and
+/// the residual of all. Returns the last one's D.
+///   weights  sets those of a layer, by its number
+Tensor run_layers(std::span<DecoderBlockCall> calls, DecoderBlockProblem problem, double eps, double weight_offset,
+                  std::string const& activation, std::function<bool(size_t, DecoderBlockOperands*, Held*)> const& weights);
+
+/// The tensors of a call of several layers, by layers. Lists of what a layer may lack have a tensor for each layer, or none.
+struct DecoderLayers {
+  char const* op;
+  Tensor const &qkv, &residual;
+  std::vector<Tensor> const &k_caches, &v_caches;
+  Tensor const &block_table, &seq_lens, &slot_mapping, &positions, &cos_sin;
+  std::vector<Tensor> const &q_weights, &k_weights;
+  double scale;
+  std::vector<int64_t> const& windows;
+  double qk_eps, qk_weight_offset;
+  std::vector<Tensor> const &mlp_norms, &next_norms, &o_biases, &down_biases, &next_biases;
+  bool constant;
+  std::vector<int64_t> const& exchange;
+  int64_t rank;
+};
+
+/// Calls of the layers, with what they refer to.
+class DecoderLayerCalls {
+ public:
+  explicit DecoderLayerCalls(DecoderLayers const& layers);
+  /// That a list has a tensor for each layer.
+  void check_count(char const* name, size_t count) const;
+  std::span<DecoderBlockCall> calls() { return calls_; }
+
+ private:
+  /// Of a list that may be empty.
+  std::vector<std::optional<Tensor>> optional(char const* name, std::vector<Tensor> const& list) const;
+
+  DecoderLayers const& layers_;
+  std::vector<std::optional<Tensor>> q_weights_, k_weights_, o_biases_, down_biases_, next_biases_;
+  std::optional<Tensor> a_;
+  std::vector<DecoderAttentionCall> attention_;
+  std::vector<DecoderBlockCall> calls_;
+};
 
 }  // namespace minfer::torch_binding

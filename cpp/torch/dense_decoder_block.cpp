@@ -117,21 +117,31 @@ Tensor decoder_block(Tensor const& a, Tensor const& residual, Tensor const& o_we
   return run(call, {&o_weight, &gate_up_weight, &down_weight, &next_weight}, eps, weight_offset, activation, kernel);
 }
 
-Tensor decoder_layer(Tensor const& qkv, Tensor const& residual, Tensor const& k_cache, Tensor const& v_cache, Tensor const& block_table,
-                     Tensor const& seq_lens, Tensor const& slot_mapping, Tensor const& positions, Tensor const& cos_sin,
-                     OptionalTensor const& q_weight, OptionalTensor const& k_weight, double scale, int64_t window_left, double qk_eps,
-                     double qk_weight_offset, Tensor const& o_weight, Tensor const& mlp_norm, Tensor const& gate_up_weight,
-                     Tensor const& down_weight, Tensor const& next_norm, Tensor const& next_weight, double eps, double weight_offset,
-                     OptionalTensor const& o_bias, OptionalTensor const& down_bias, OptionalTensor const& next_bias,
-                     std::string const& activation, bool constant, std::vector<int64_t> const& exchange, int64_t rank) {
-  char const* op = "minfer::_decoder_layer";
-  DecoderAttentionCall const attention{op,      qkv,      k_cache,  v_cache, block_table, seq_lens, slot_mapping,    positions,
-                                       cos_sin, q_weight, k_weight, scale,   window_left, qk_eps,   qk_weight_offset};
-  check(attention);
-  Tensor const a = output_like(attention);
-  DecoderBlockCall call{
-      op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention, exchange_of(op, exchange, rank)};
-  return run(call, {&o_weight, &gate_up_weight, &down_weight, &next_weight}, eps, weight_offset, activation, "one_launch");
+using Tensors = std::vector<Tensor>;
+
+Tensor decoder_layers(Tensor const& qkv, Tensor const& residual, Tensors const& k_caches, Tensors const& v_caches,
+                      Tensor const& block_table, Tensor const& seq_lens, Tensor const& slot_mapping, Tensor const& positions,
+                      Tensor const& cos_sin, Tensors const& q_weight, Tensors const& k_weight, double scale,
+                      std::vector<int64_t> const& windows, double qk_eps, double qk_weight_offset, Tensors const& o_weight,
+                      Tensors const& mlp_norm, Tensors const& gate_up_weight, Tensors const& down_weight, Tensors const& next_norm,
+                      Tensors const& next_weight, double eps, double weight_offset, Tensors const& o_bias, Tensors const& down_bias,
+                      Tensors const& next_bias, std::string const& activation, bool constant, std::vector<int64_t> const& exchange,
+                      int64_t rank) {
+  char const* op = "minfer::_decoder_layers";
+  DecoderLayers const layers{op,        qkv,       residual, k_caches,  v_caches,  block_table, seq_lens, slot_mapping,
+                             positions, cos_sin,   q_weight, k_weight,  scale,     windows,     qk_eps,   qk_weight_offset,
+                             mlp_norm,  next_norm, o_bias,   down_bias, next_bias, constant,    exchange, rank};
+  DecoderLayerCalls all(layers);
+  std::pair<char const*, Tensors const*> const lists[] = {
+      {"o_weight", &o_weight}, {"gate_up_weight", &gate_up_weight}, {"down_weight", &down_weight}, {"next_weight", &next_weight}};
+  for (auto const& [name, list] : lists) all.check_count(name, list->size());
+  for (size_t i = 0; i < all.calls().size(); ++i)
+    check(all.calls()[i], {&o_weight[i], &gate_up_weight[i], &down_weight[i], &next_weight[i]});
+  DecoderBlockProblem problem = all.calls()[0].problem();
+  problem.weights = WeightFormat::kDense;
+  return run_layers(all.calls(), problem, eps, weight_offset, activation, [&](size_t i, DecoderBlockOperands* operands, Held* held) {
+    return set_weights(all.calls()[i], {&o_weight[i], &gate_up_weight[i], &down_weight[i], &next_weight[i]}, operands, held);
+  });
 }
 
 constexpr Operator kOperators[] = {
@@ -140,13 +150,14 @@ constexpr Operator kOperators[] = {
      "Tensor next_norm, Tensor next_weight, float eps=1e-06, *, float weight_offset=0.0, Tensor? o_bias=None, Tensor? down_bias=None, "
      "Tensor? next_bias=None, str activation='silu', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&decoder_block>},
-    // As _w4a16_decoder_layer.
-    {"_decoder_layer(Tensor qkv, Tensor(a!) residual, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor block_table, Tensor seq_lens, "
-     "Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float scale, int window_left, "
-     "float qk_eps, float qk_weight_offset, Tensor o_weight, Tensor mlp_norm, Tensor gate_up_weight, Tensor down_weight, "
-     "Tensor next_norm, Tensor next_weight, float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, "
+    // As _w4a16_decoder_layers.
+    {"_decoder_layers(Tensor qkv, Tensor(a!) residual, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor block_table, "
+     "Tensor seq_lens, Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor[] q_weight, Tensor[] k_weight, float scale, "
+     "int[] windows, float qk_eps, float qk_weight_offset, Tensor[] o_weight, "
+     "Tensor[] mlp_norm, Tensor[] gate_up_weight, Tensor[] down_weight, Tensor[] next_norm, Tensor[] next_weight, float eps, float "
+     "weight_offset, Tensor[] o_bias, Tensor[] down_bias, Tensor[] next_bias, "
      "str activation, bool constant, int[] exchange=[], int rank=0) -> Tensor",
-     boxed<&decoder_layer>},
+     boxed<&decoder_layers>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }

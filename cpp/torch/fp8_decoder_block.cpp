@@ -1,4 +1,6 @@
 // What lies between the attentions of two decoder layers, of e4m3 weights, on CUDA tensors.
+#include <array>
+
 #include "core/checks.h"
 #include "core/operators.h"
 #include "core/readable.h"
@@ -135,23 +137,45 @@ Tensor fp8_decoder_block(Tensor const& a, Tensor const& residual, Tensor const& 
   return run(call, weights, eps, weight_offset, activation, kernel);
 }
 
-Tensor fp8_decoder_layer(Tensor const& qkv, Tensor const& residual, Tensor const& k_cache, Tensor const& v_cache, Tensor const& block_table,
-                         Tensor const& seq_lens, Tensor const& slot_mapping, Tensor const& positions, Tensor const& cos_sin,
-                         OptionalTensor const& q_weight, OptionalTensor const& k_weight, double scale, int64_t window_left, double qk_eps,
-                         double qk_weight_offset, Tensor const& o_weight, Tensor const& o_scale, Tensor const& mlp_norm,
-                         Tensor const& gate_up_weight, Tensor const& gate_up_scale, Tensor const& down_weight, Tensor const& down_scale,
-                         Tensor const& next_norm, Tensor const& next_weight, Tensor const& next_scale, double eps, double weight_offset,
-                         OptionalTensor const& o_bias, OptionalTensor const& down_bias, OptionalTensor const& next_bias,
-                         std::string const& activation, bool constant, std::vector<int64_t> const& exchange, int64_t rank) {
-  char const* op = "minfer::_fp8_decoder_layer";
-  DecoderAttentionCall const attention{op,      qkv,      k_cache,  v_cache, block_table, seq_lens, slot_mapping,    positions,
-                                       cos_sin, q_weight, k_weight, scale,   window_left, qk_eps,   qk_weight_offset};
-  check(attention);
-  Tensor const a = output_like(attention);
-  Weight weights[] = {{o_weight, o_scale}, {gate_up_weight, gate_up_scale}, {down_weight, down_scale}, {next_weight, next_scale}};
-  DecoderBlockCall call{
-      op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention, exchange_of(op, exchange, rank)};
-  return run(call, weights, eps, weight_offset, activation, "one_launch");
+using Tensors = std::vector<Tensor>;
+
+Tensor fp8_decoder_layers(Tensor const& qkv, Tensor const& residual, Tensors const& k_caches, Tensors const& v_caches,
+                          Tensor const& block_table, Tensor const& seq_lens, Tensor const& slot_mapping, Tensor const& positions,
+                          Tensor const& cos_sin, Tensors const& q_weight, Tensors const& k_weight, double scale,
+                          std::vector<int64_t> const& windows, double qk_eps, double qk_weight_offset, Tensors const& o_weight,
+                          Tensors const& o_scale, Tensors const& mlp_norm, Tensors const& gate_up_weight, Tensors const& gate_up_scale,
+                          Tensors const& down_weight, Tensors const& down_scale, Tensors const& next_norm, Tensors const& next_weight,
+                          Tensors const& next_scale, double eps, double weight_offset, Tensors const& o_bias, Tensors const& down_bias,
+                          Tensors const& next_bias, std::string const& activation, bool constant, std::vector<int64_t> const& exchange,
+                          int64_t rank) {
+  char const* op = "minfer::_fp8_decoder_layers";
+  DecoderLayers const layers{op,        qkv,       residual, k_caches,  v_caches,  block_table, seq_lens, slot_mapping,
+                             positions, cos_sin,   q_weight, k_weight,  scale,     windows,     qk_eps,   qk_weight_offset,
+                             mlp_norm,  next_norm, o_bias,   down_bias, next_bias, constant,    exchange, rank};
+  DecoderLayerCalls all(layers);
+  std::pair<char const*, Tensors const*> const lists[] = {
+      {"o_weight", &o_weight},       {"o_scale", &o_scale},       {"gate_up_weight", &gate_up_weight}, {"gate_up_scale", &gate_up_scale},
+      {"down_weight", &down_weight}, {"down_scale", &down_scale}, {"next_weight", &next_weight},       {"next_scale", &next_scale}};
+  for (auto const& [name, list] : lists) all.check_count(name, list->size());
+  std::vector<std::array<Weight, kDecoderBlockProducts>> weights;
+  weights.reserve(all.calls().size());
+  DecoderBlockScales scales = DecoderBlockScales::kOther;
+  for (size_t i = 0; i < all.calls().size(); ++i) {
+    weights.push_back({{{o_weight[i], o_scale[i]},
+                        {gate_up_weight[i], gate_up_scale[i]},
+                        {down_weight[i], down_scale[i]},
+                        {next_weight[i], next_scale[i]}}});
+    check(all.calls()[i], weights[i].data());
+    DecoderBlockScales const own = scales_of(all.calls()[i], weights[i].data());
+    if (i > 0 && own != scales) fail(op, ": scales of all layers must be of rows, or all of blocks");
+    scales = own;
+  }
+  DecoderBlockProblem problem = all.calls()[0].problem();
+  problem.weights = WeightFormat::kFp8E4M3;
+  problem.scales = scales;
+  return run_layers(all.calls(), problem, eps, weight_offset, activation, [&](size_t i, DecoderBlockOperands* operands, Held* held) {
+    return set_weights(all.calls()[i], weights[i].data(), operands, held);
+  });
 }
 
 constexpr Operator kOperators[] = {
@@ -161,14 +185,15 @@ constexpr Operator kOperators[] = {
      "float eps=1e-06, *, float weight_offset=0.0, Tensor? o_bias=None, Tensor? down_bias=None, Tensor? next_bias=None, "
      "str activation='silu', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&fp8_decoder_block>},
-    // As _w4a16_decoder_layer.
-    {"_fp8_decoder_layer(Tensor qkv, Tensor(a!) residual, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor block_table, Tensor seq_lens, "
-     "Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float scale, int window_left, "
-     "float qk_eps, float qk_weight_offset, Tensor o_weight, Tensor o_scale, Tensor mlp_norm, Tensor gate_up_weight, "
-     "Tensor gate_up_scale, Tensor down_weight, Tensor down_scale, Tensor next_norm, Tensor next_weight, Tensor next_scale, "
-     "float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, str activation, bool constant, "
-     "int[] exchange=[], int rank=0) -> Tensor",
-     boxed<&fp8_decoder_layer>},
+    // As _w4a16_decoder_layers.
+    {"_fp8_decoder_layers(Tensor qkv, Tensor(a!) residual, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor block_table, "
+     "Tensor seq_lens, Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor[] q_weight, Tensor[] k_weight, float scale, "
+     "int[] windows, float qk_eps, float qk_weight_offset, Tensor[] o_weight, "
+     "Tensor[] o_scale, Tensor[] mlp_norm, Tensor[] gate_up_weight, Tensor[] gate_up_scale, Tensor[] down_weight, "
+     "Tensor[] down_scale, Tensor[] next_norm, Tensor[] next_weight, Tensor[] next_scale, float eps, float weight_offset, Tensor[] o_bias, "
+     "Tensor[] down_bias, Tensor[] next_bias, "
+     "str activation, bool constant, int[] exchange=[], int rank=0) -> Tensor",
+     boxed<&fp8_decoder_layers>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }

@@ -117,6 +117,25 @@ TEST_CASE(decoder_block_with_attention) {
   CHECK(plan.one_launch && plan.splits == 16);
   CHECK(plan.workspace_bytes == without + size_t(4096 / 4 + 32 * 16 * 64 + 32 * 16) * 16);
   CHECK(plan.smem_bytes <= h200_properties().smem_per_block);
+  // Several layers exchange q, k and v by packets, too; the last one need not have them.
+  CHECK(plan.most_layers == decoder_block::kMostLayers);
+  for (int64_t next : {6144, 0}) {
+    DecoderBlockProblem stack = p;
+    stack.next = next;
+    stack.layers = 24;
+    CHECK(plan_of(stack).workspace_bytes == plan.workspace_bytes + size_t(6144 / 4) * 16);
+    stack.layers = 25;
+    CHECK(forced_code(stack) == StatusCode::kInvalidArgument);
+    stack.layers = 0;
+    CHECK(forced_code(stack) == StatusCode::kInvalidArgument);
+  }
+  {
+    DecoderBlockProblem stack = p;
+    stack.next = 6160;  // not what the next layer takes
+    CHECK(plan_of(stack).most_layers == 1);
+    stack.layers = 2;
+    CHECK(forced_code(stack) == StatusCode::kInvalidArgument);
+  }
   p.capacity = 1 << 20;
   CHECK(!plan_of(p).one_launch && plan_of(p, true).one_launch);
   p.capacity = 2048;
@@ -161,6 +180,15 @@ TEST_CASE(decoder_block_of_16_bits) {
   }
   p.inter = 8192 + 32;  // no multiple of 64
   CHECK(forced_code(p) == StatusCode::kInvalidArgument);
+}
+
+// A model's last layer: nothing is multiplied behind the residual, and what makes it does not travel.
+TEST_CASE(decoder_block_of_a_last_layer) {
+  DecoderBlockProblem p = llama_8b();
+  size_t const with_next = plan_of(p).workspace_bytes;
+  p.next = 0;
+  CHECK(plan_of(p).one_launch && plan_of(p).most_layers == 1);
+  CHECK(plan_of(p).workspace_bytes == with_next - size_t(4096 / 4) * 16);
 }
 
 // A CTA without a unit of a product whose outputs others wait for would not be known to have read the launch's number.

@@ -81,16 +81,7 @@ class Layer:
             residual = t.residual.copy_(t.before)
             self.k_cache.copy_(self.before[0])
             self.v_cache.copy_(self.before[1])
-        found = t.arguments()
-        del found["a"]
-        found |= {"residual": residual, "constant": constant}
-        found |= dict(qkv=self.qkv, k_cache=self.k_cache, v_cache=self.v_cache, block_table=self.table, seq_lens=self.seq_lens)
-        found |= dict(slot_mapping=self.slots, positions=self.positions, cos_sin=self.cos_sin)
-        found |= dict(q_weight=self.weights[0], k_weight=self.weights[1], scale=self.scale, window_left=self.case.window)
-        found |= dict(qk_eps=QK_EPS, qk_weight_offset=0.0)
-        ops = torch.ops.minfer
-        operators = {Case: ops._w4a16_decoder_layer, Fp8Case: ops._fp8_decoder_layer, DenseCase: ops._decoder_layer}
-        return operators[type(self.case.block)](**(found | changes))
+        return launch([self], residual, constant, **changes)
 
     def prepared(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as minfer.qk_norm_rope_append makes them; in caches of their own."""
@@ -122,6 +113,32 @@ class Layer:
         assert all(place[:2] == [page, row] for place in differ.tolist()), "rows of k_cache that are not the token's"
         mine, theirs = (x[page, row].double() for x in (self.k_cache, k_cache))
         assert ((mine - theirs).abs() <= 2 * numerics.UNIT[t.case.dtype] * theirs.abs() + 1e-6).all(), "the token's key"
+
+
+OPTIONS = ("eps", "weight_offset", "group_size", "activation")
+
+
+def launch(layers: list[Layer], residual: Tensor, constant: bool = False, **changes: Any) -> Tensor:
+    """Layers one behind the other, over the first one's sequence, in one launch."""
+    first = layers[0]
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for name, x in layer.block.arguments().items():
+            if name in OPTIONS:
+                found[name] = x
+            elif name != "a":
+                found.setdefault(name, [])
+                if x is not None:
+                    found[name].append(x)
+    found |= dict(k_caches=[x.k_cache for x in layers], v_caches=[x.v_cache for x in layers])
+    found |= dict(qkv=first.qkv, residual=residual, constant=constant, block_table=first.table, seq_lens=first.seq_lens)
+    found |= dict(slot_mapping=first.slots, positions=first.positions, cos_sin=first.cos_sin)
+    for i, name in enumerate(("q_weight", "k_weight")):
+        found[name] = [x.weights[i] for x in layers if x.weights[i] is not None]
+    found |= dict(scale=first.scale, windows=[x.case.window for x in layers], qk_eps=QK_EPS, qk_weight_offset=0.0)
+    ops = torch.ops.minfer
+    operators = {Case: ops._w4a16_decoder_layers, Fp8Case: ops._fp8_decoder_layers, DenseCase: ops._decoder_layers}
+    return operators[type(first.case.block)](**(found | changes))
 
 
 def layer_case(length: int, form: str, size: tuple[int, int, int], dtype: torch.dtype, **options: Any) -> LayerCase:

@@ -69,13 +69,16 @@ def test_with_attention(hopper, form, length):
     residual = layer.block.residual.clone()
     layer.check(have, residual)
     last = case.change(block=replace(case.block, n=0)).make()
-    args = {name: x for name, x in layer.block.arguments().items() if not name.startswith("next_") and name != "a"}
-    shared = dict(qkv=layer.qkv, k_cache=layer.k_cache, v_cache=layer.v_cache, block_table=layer.table, seq_lens=layer.seq_lens)
-    shared |= dict(slot_mapping=layer.slots, positions=layer.positions, cos_sin=layer.cos_sin, residual=layer.block.residual)
+    for name in ("weights", "codes", "scales", "dense"):
+        if isinstance(own := getattr(layer.block, name, None), dict):
+            getattr(last.block, name).update({key: value for key, value in own.items() if key != "next"})
+    last.block.norms, last.weights = layer.block.norms, layer.weights
+    shared = dict(qkv=layer.qkv, k_caches=[layer.k_cache], v_caches=[layer.v_cache], block_table=layer.table)
+    shared |= dict(slot_mapping=layer.slots, cos_sin=layer.cos_sin)
     for constant in (False, True) * 3:
         layer.block.residual.copy_(layer.block.before)
         poison_free_memory(torch.device(DEVICE, torch.cuda.current_device()))
-        assert last.launch(constant, **(args | shared)).shape == (1, 0)
+        assert last.launch(constant, layer.block.residual, **shared).shape == (1, 0)
         assert same(layer.block.residual, residual)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.decoder_block.cases import DTYPES
 from tests.decoder_block.launches import same
-from tests.decoder_block.layer_cases import layer_case
+from tests.decoder_block.layer_cases import launch, layer_case
 from tests.fuzz.modes import poison_free_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -134,6 +134,98 @@ def test_chain():
         assert all(same(x, y) for x, y in zip(chain(constant), first, strict=True))
 
 
+def stack_of(count, length, form, dtype, last=12 * 128, **more):
+    """Layers over one sequence, each with a cache of its own."""
+    layers = [layer_case(length, form, (512, 1024, 12 * 128), dtype, heads=8, heads_kv=2, **more).make() for _ in range(count - 1)]
+    layers.append(layer_case(length, form, (512, 1024, last), dtype, heads=8, heads_kv=2, **more).make())
+    for layer in layers[1:]:
+        layer.table, layer.slots, layer.cos_sin = layers[0].table, layers[0].slots, layers[0].cos_sin
+        caches = [x.nan_to_num(0.5) for x in layer.before]  # other pages are the first one's
+        layer.before = tuple(caches)
+    return layers
+
+
+def one_by_one(layers, constant):
+    qkv, own = layers[0].qkv, layers[0].block.before.clone()
+    for layer in layers:
+        for cache, before in zip((layer.k_cache, layer.v_cache), layer.before, strict=True):
+            cache.copy_(before)
+        have = layer.launch(constant, own, qkv=qkv, block_table=layers[0].table, slot_mapping=layers[0].slots)
+        qkv = have.view(1, -1, 128) if have.numel() else have
+    return have, own, [(x.k_cache.clone(), x.v_cache.clone()) for x in layers]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("count, last", [(2, 1536), (3, 0), (7, 1536), (24, 1536), (24, 0)])
+def test_layers_of_one_launch(count, last, form, dtype):
+    """The bits of layers in launches of their own, caches included."""
+    layers = stack_of(count, 130, form, dtype, last, normed=count % 2 == 1)
+    want, residual, caches = one_by_one(layers, True)
+    for constant in (False, True) * 4:
+        poison_free_memory(torch.device("cuda", torch.cuda.current_device()))
+        for layer in layers:
+            layer.k_cache.copy_(layer.before[0])
+            layer.v_cache.copy_(layer.before[1])
+        own = layers[0].block.before.clone()
+        have = launch(layers, own, constant)
+        assert same(have, want) and same(own, residual)
+        for layer, (k, v) in zip(layers, caches, strict=True):
+            assert same(layer.k_cache, k) and same(layer.v_cache, v)
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_layers_of_a_model_in_one_launch(form):
+    """Of Llama-3.1-8B, with biases, and a window in every second layer."""
+    layers = []
+    for i in range(5):
+        more = dict(heads=32, heads_kv=8, page_size=64, window=(-1, 700)[i % 2], block={"bias": torch.float32})
+        layers.append(layer_case(1025, form, (4096, 14336, 6144), torch.bfloat16, **more).make())
+        layers[i].table, layers[i].slots, layers[i].cos_sin = layers[0].table, layers[0].slots, layers[0].cos_sin
+        layers[i].before = tuple(x.nan_to_num(0.5) for x in layers[i].before)
+    want, residual, _ = one_by_one(layers, True)
+    for constant in (True, False, True, True):
+        own = layers[0].block.before.clone()
+        assert same(launch(layers, own, constant), want) and same(own, residual)
+
+
+def test_replays_of_layers_in_one_launch():
+    """Of a graph of two launches, on the residual as it is."""
+    layers = stack_of(9, 70, "int4", torch.bfloat16)
+    first, second = layers[:5], layers[5:]
+
+    def step(own):
+        qkv = launch(first, own, True).view(1, -1, 128)
+        return launch(second, own, True, qkv=qkv, block_table=layers[0].table, seq_lens=layers[0].seq_lens, slot_mapping=layers[0].slots)
+
+    own = layers[0].block.before.clone()
+    wanted = [(step(own).clone(), own.clone()) for _ in range(5)]
+    own.copy_(layers[0].block.before)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        have = step(own)
+    own.copy_(layers[0].block.before)
+    for want, residual in wanted:
+        graph.replay()
+        assert same(have, want) and same(own, residual)
+
+
+def test_errors_of_layers():
+    layers = stack_of(3, 70, "int4", torch.bfloat16)
+    own = layers[0].block.before.clone()
+    other = layer_case(70, "int4", (512, 1152, 12 * 128), torch.bfloat16, heads=8, heads_kv=2).make()
+    with pytest.raises(RuntimeError, match="layers must have the same sizes, got gate_ups of 2048 and 2304"):
+        launch([layers[0], other], own)
+    wide = layer_case(70, "int4", (512, 1024, 768), torch.bfloat16, heads=8, heads_kv=2).make()
+    with pytest.raises(RuntimeError, match="next must have 1536 rows, the columns of qkv, in front of another layer, got 768"):
+        launch([wide, layers[0]], own)
+    with pytest.raises(RuntimeError, match="so many layers of these sizes are no launch"):
+        launch([layers[0], wide], own)
+    with pytest.raises(RuntimeError, match="so many layers of these sizes are no launch"):
+        launch(layers[:1] * 25, own)
+    assert same(own, layers[0].block.before)
+
+
 def test_errors():
     """Nothing is written, and the message says what is wrong."""
     layer = layer_case(20, "int4", SMALL, torch.bfloat16, heads=8, heads_kv=2).make()
@@ -142,19 +234,23 @@ def test_errors():
         (dict(qkv=layer.qkv[0]), r"qkv must be \[1, heads \+ 2 \* heads_kv, 128\], got "),
         (dict(qkv=layer.qkv[..., :64]), r"qkv must be \[1, heads \+ 2 \* heads_kv, 128\], got "),
         (dict(qkv=layer.qkv[:, :4]), "qkv must be .*, of a cache with heads_kv = 2, got "),
-        (dict(k_cache=float32, v_cache=float32), "k_cache must be BFloat16, as qkv, got Float"),
+        (dict(k_caches=[float32], v_caches=[float32]), "k_cache must be BFloat16, as qkv, got Float"),
+        (dict(k_caches=[], v_caches=[]), "k_caches must be of a layer or more, got none"),
+        (dict(v_caches=[layer.v_cache] * 2), "v_caches must be of 1 layers, as k_caches, got 2"),
+        (dict(o_scales=[]), "o_scales must be of 1 layers, as k_caches, got 0"),
+        (dict(residual=layer.k_cache.view(-1)[:512].view(1, 512)), "residual must not overlap a cache, got "),
         (dict(block_table=layer.table[0]), r"block_table must be \[1, pages\], got "),
         (dict(seq_lens=layer.seq_lens.long()), "seq_lens must be Int"),
         (dict(slot_mapping=layer.slots.int()), "slot_mapping must be Long"),
         (dict(cos_sin=layer.cos_sin[:, :64]), r"cos_sin must be \[.*, 128\], got "),
-        (dict(q_weight=torch.ones(128, dtype=torch.bfloat16, device="cuda")), "q_weight and k_weight must be given together"),
+        (dict(q_weight=[torch.ones(128, dtype=torch.bfloat16, device="cuda")]), "q_weight and k_weight must be given together"),
         (dict(group_size=32), "o_scales must be .groups, n. = .32, 512. for k = 1024 and group_size = 32, got .8, 512."),
     ]
     layer.launch()
     layer.block.residual.copy_(layer.block.before)
     for changes, message in bad:
         with pytest.raises(RuntimeError, match=message):
-            layer.launch(residual=layer.block.residual, **changes)
+            layer.launch(**({"residual": layer.block.residual} | changes))
         assert same(layer.block.residual, layer.block.before)
 
 

@@ -9,7 +9,10 @@ pytest.importorskip("transformers")
 
 from minfer.formats.kv_cache import allocate_kv_cache  # noqa: E402
 from minfer.generation.runner import _Attend, _StepTensors  # noqa: E402
-from minfer.integrations.decoder import block as blocks  # noqa: E402
+from minfer.integrations.decoder import (
+    block as blocks,  # noqa: E402
+    model as models,  # noqa: E402
+)
 from minfer.integrations.decoder.block import between  # noqa: E402
 from minfer.integrations.decoder.scheme import WeightScheme  # noqa: E402
 from minfer.integrations.transformers import optimize  # noqa: E402
@@ -92,7 +95,7 @@ def test_plan_of_a_layer_in_one_launch(weights, change, one_launch):
     sizes = [1, 4096, 4096, 14336, 6144, 32, 8, 4096]
     for i, value in change.items():
         sizes[i] = value
-    assert blocks._is_one_launch(tuple(sizes), torch.bfloat16, *weights, -1, False) == one_launch
+    assert (blocks._most_layers(tuple(sizes), torch.bfloat16, *weights, -1, False) > 0) == one_launch
 
 
 def wide_model(normed: bool, device: str = "cuda"):
@@ -132,14 +135,21 @@ def test_attention_in_the_launch(normed, weights, monkeypatch):
             return torch.cat(found), [attend.cache for attend in attends]
 
         calls = []
-        own = blocks.Block.with_attention
-        monkeypatch.setattr(blocks.Block, "with_attention", lambda block, *args, **more: calls.append(1) or own(block, *args, **more))
+        own = models.launch
+        monkeypatch.setattr(models, "launch", lambda parts, *args, **more: calls.append(len(parts)) or own(parts, *args, **more))
         have, caches = steps()
-        assert len(calls) == 50 * 4
+        assert calls == [4] * 50
+        # A launch for each layer has the same bits, and so has one for every two, of layers that do not continue each other.
+        for most in (1, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(blocks.Block, "most_layers", lambda block, *args, most=most: most)
+                single, _ = steps()
+            assert torch.equal(single, have)
+        assert calls == [4] * 50 + [1] * 200 + [2] * 100
         monkeypatch.setattr(blocks.Block, "includes", lambda *_: False)
         want, others = steps()
         # Operators of e4m3 weights quantise activations, where a rounding of 16 bits may become one of 3.
-        assert len(calls) == 50 * 4 and (have - want).norm() <= (0.04 if weights == "fp8" else 0.02) * want.norm()
+        assert len(calls) == 50 + 300 and (have - want).norm() <= (0.04 if weights == "fp8" else 0.02) * want.norm()
         rows = table[0].repeat_interleave(16)[:50].long(), torch.arange(50, device="cuda") % 16
         for mine, theirs in zip(caches, others, strict=True):
             for x, y in ((mine.k, theirs.k), (mine.v, theirs.v)):

@@ -3,7 +3,8 @@
 //   x = residual + a . Wo^T + bias;   h = act(gate) * up of rms_norm(x) . Wgu^T;   x += h . Wd^T + bias;   residual = x;
 //   d = rms_norm(x) . Wn^T + bias
 // Of the last layer, behind which there is no attention, d has no columns.
-// The attention in front, of one token over a paged cache of 16 bits, can be part of the launch: then a is computed, not given.
+// The attention in front, of one token over a paged cache of 16 bits, can be part of the launch: then a is computed, not given. Then the
+// launch may be of several layers, one behind the other: d of each is the next one's q, k and v.
 //
 //   DecoderBlockProblem  what is computed: sizes and types (no pointers)
 //   plan_decoder_block   pure: problem x device -> DecoderBlockPlan: the launch, or why there is none and products are launched one by one
@@ -31,15 +32,18 @@ struct DecoderBlockProblem {
   bool batch_invariant = false;
   int64_t heads = 0, heads_kv = 0;  // of the attention in front, where it is part of the launch: attention = heads * 128; else 0
   int64_t capacity = 0;             // of its sequence: the rows of the table's pages
+  int64_t layers = 1;               // of one launch, all of these sizes; of more than one, `next` is that of the last: 0, or qkv()
 
+  int64_t qkv() const { return (heads + 2 * heads_kv) * kDecoderHeadDim; }
   /// Rows and columns of the weights.
-  int64_t n(int product) const { return product == 1 ? 2 * inter : product == 3 ? next : hidden; }
+  int64_t n(int product) const { return product == 1 ? 2 * inter : product < 3 ? hidden : layers > 1 ? qkv() : next; }
   int64_t k(int product) const { return product == 0 ? attention : product == 2 ? inter : hidden; }
   bool operator==(DecoderBlockProblem const& other) const;
 };
 
 /// The attention of one token, which is stored and attends to what is in the cache and to itself. Heads have 128 elements; q and k are
-/// normalised where there are weights, and rotated in halves, as minfer/kv_cache.h's NormRope does it.
+/// normalised where there are weights, and rotated in halves, as minfer/kv_cache.h's NormRope does it. Of several layers in a launch, those
+/// behind the first have caches, weights and a window of their own; the rest is the first one's.
 struct DecoderAttention {
   void const* qkv = nullptr;                    // [heads + 2 * heads_kv, 128], contiguous, 16-byte aligned
   void *k_cache = nullptr, *v_cache = nullptr;  // [pages, page_size, heads_kv, 128]; rows 16-byte aligned
@@ -67,6 +71,7 @@ struct DecoderExchange {
   void* buffers[kMostDecoderRanks] = {};  // of all ranks, where this process has mapped them: decoder_exchange_bytes() each, first zeros
 };
 
+/// Of a layer. Of several in a launch, those behind the first have products and attention of their own; the rest is the first one's.
 struct DecoderBlockOperands {
   struct Product {
     void const* weight = nullptr;  // packed int4 (w4_layout.h), or [n, k], leading dimension ld_weight
@@ -94,6 +99,7 @@ struct DecoderBlockPlan {
   int32_t ctas = 0, stages = 0;  // all CTAs are resident together; stages of the ring of weights
   int32_t ahead = 0;             // stages that are under way at a time
   int32_t splits = 0;            // of the sequence, where attention is part of the launch
+  int32_t most_layers = 1;       // of these sizes that a launch may have
   int32_t smem_bytes = 0;        // of a CTA
   size_t workspace_bytes = 0;    // need not be initialised; 128-byte aligned
   char reason[200] = {0};
@@ -107,7 +113,8 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
 size_t decoder_exchange_bytes(int64_t hidden, int32_t ranks);
 
 /// Launches a plan of one launch. `workspace` belongs to this launch alone.
-Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, DecoderBlockOperands const& operands,
+/// layers: problem.layers of them.
+Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, DecoderBlockOperands const* layers,
                          DeviceProperties const& device, void* workspace, size_t workspace_bytes, bool programmatic, Stream stream);
 
 }  // namespace minfer

@@ -10,7 +10,8 @@
 // each of which merges some columns of all of them.
 // Keys are requested before the weights, which would keep memory busy for longer. With `early` that is before the wait for the predecessor
 // (common/dependent_launch.cuh): another exception from its rule, of which the caller promises what is promised of constant weights.
-// The new key is its own: it is not read from the cache, but made by the last set of the last split, which also stores it.
+// Queries are made by the converters' warps, which have nothing else to do then, and go to the consumers through shared memory. So does the
+// new key, in the CTA of the last split: it is not read from the cache, where they store it.
 #pragma once
 
 #include <cstdint>
@@ -23,21 +24,26 @@
 
 namespace minfer::decoder_block {
 
-struct AttentionParams {
-  void const* qkv;  // [heads + 2 heads_kv, 128]
+/// Of one layer of a launch.
+struct LayerAttention {
   void *k_cache, *v_cache;
-  int64_t strides[3];               // of both, in elements: of pages, rows and heads
+  void const *q_weight, *k_weight;  // [128], or null: no normalisation
+  int32_t window;                   // keys before the token's own that it sees, or -1: all
+};
+
+/// Of all of them.
+struct AttentionParams {
+  void const* qkv;                  // [heads + 2 heads_kv, 128], of the first layer
+  int64_t strides[3];               // of both caches, in elements: of pages, rows and heads
   int32_t const *table, *seq_lens;  // of the one sequence; its length counts the token
   int64_t const* slots;
   void const* positions;
   float const* cos_sin;  // [length, 128]: cosines, then sines
   int64_t length, pages;
-  void const *q_weight, *k_weight;  // [128], or null: no normalisation
   float eps, weight_offset, scale_log2;
-  int32_t window;                     // keys before the token's own that it sees, or -1: all
-  int32_t heads, heads_kv, group;     // group: queries' heads of a head of keys
-  int32_t pairs, splits, page_shift;  // page_shift: log2 of a page's rows
-  int32_t capacity;                   // rows of the table's pages
+  int32_t heads, heads_kv, group;          // group: queries' heads of a head of keys
+  int32_t pair_shift, splits, page_shift;  // log2 of pairs and of a page's rows
+  int32_t capacity;                        // rows of the table's pages
   bool positions_64bit;
   Packet *out, *partials, *ends;  // of the output; of each CTA and head of queries 64 of its sums, and what they are relative to
 };
@@ -46,6 +52,7 @@ struct AttentionParams {
 struct Sequence {
   alignas(8) int64_t position;
   int32_t length;                   // with the token
+  int32_t head, split;              // of the CTA
   int32_t pages[kPagesOfSequence];  // the first ones
 };
 
@@ -53,10 +60,10 @@ struct Sequence {
 struct Split {
   int begin, end;
 
-  __device__ __forceinline__ Split(AttentionParams const& p, int length) {
-    int const cached = max(length - 1, 0), first = p.window >= 0 ? max(cached - p.window, 0) : 0;
+  __device__ __forceinline__ Split(AttentionParams const& p, int split, int window, int length) {
+    int const cached = max(length - 1, 0), first = window >= 0 ? max(cached - window, 0) : 0;
     int const share = (cached - first + p.splits - 1) / p.splits;
-    begin = first + int(blockIdx.x) % p.splits * share;
+    begin = first + split * share;
     end = min(begin + share, cached);
   }
 };
@@ -81,10 +88,20 @@ __device__ __forceinline__ void read_sequence(AttentionParams const& p, Sequence
   if (lane == 0) {
     sequence->length = min(length, p.capacity);
     sequence->position = position;
+    sequence->head = int(blockIdx.x) / p.splits;
+    sequence->split = int(blockIdx.x) % p.splits;
   }
 }
 
-template <DataType kType>
+/// The same number, of which the compiler does not know that: what follows from it is computed anew where it is used, and takes no registers
+/// until then.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+/// Layers: of a launch, with a member `attention` each.
+template <DataType kType, class Layers>
 class TokenAttention {
  public:
   static constexpr int kKeys = 8, kHeads = 2;  // of a warp at a time
@@ -92,52 +109,46 @@ class TokenAttention {
   using T = fused::RowType<kType>;
   static_assert(kWarps * kHeads * kHeadDim * 4 + kWarps * kHeads * 8 == kAttentionBytes);
 
-  __device__ __forceinline__ TokenAttention(AttentionParams const& params, Sequence const& sequence, char* area, int warp, int lane)
-      : p_(params),
-        sequence_(sequence),
-        area_(area),
-        warp_(warp),
-        lane_(lane),
-        head_(int(blockIdx.x) / params.splits),
-        split_(int(blockIdx.x) % params.splits) {}
+  __device__ __forceinline__ TokenAttention(AttentionParams const& params, Layers const& layers, int layer, Sequence const& sequence,
+                                            char* area, char* rows, int warp, int lane)
+      : p_(params), layers_(layers), layer_(layer), sequence_(sequence), area_(area), rows_(rows), warp_(warp), lane_(lane) {}
 
-  /// early: what was not written by the predecessor may be read before it has finished. issued: called when the first keys have been
-  /// requested; join: waits for all warps, after which the tag of the launch's packets is in shared memory.
-  template <class Issued, class Join>
-  __device__ __forceinline__ void run(bool early, Issued const& issued, Join const& join, uint64_t const volatile& shared_tag) const {
-    if (!early) wait_for_predecessor();
-    if (head_ >= p_.heads_kv) {
+  /// By the converters' warps: the CTA's heads of queries, and in the CTA of the last split the new key and value, which it also stores.
+  /// packets: of q, k and v, with what tag; null: they are in memory.
+  __device__ __forceinline__ void prepare(Packet const* packets, uint64_t tag) const {
+    bool const has_new = sequence_.length > 0 && sequence_.split == p_.splits - 1;
+    int const rows = p_.group + (has_new ? 2 : 0);  // a row for each half of a warp
+    if (sequence_.head >= p_.heads_kv || 2 * warp_ >= rows) return;
+    int const row = min(2 * warp_ + lane_ / 16, rows - 1);
+    bool const is_query = row<p_.group, is_value = row> p_.group;
+    uint4 const raw =
+        row_of(packets, tag, is_query ? sequence_.head * p_.group + row : p_.heads + sequence_.head + (is_value ? p_.heads_kv : 0));
+    uint4 const rotated = prepared(raw, is_query ? own().q_weight : own().k_weight, rotation_of_token());
+    uint4 const x = is_value ? raw : rotated;
+    place_of(row) = x;
+    if (!is_query) store(is_value ? own().v_cache : own().k_cache, x);
+  }
+
+  /// By the consumers. at_start: called first; issued: when the first keys have been requested; ready: waits for what `prepare` makes; join:
+  /// waits for all warps, and returns the tag of attention's own packets.
+  template <class AtStart, class Issued, class Ready, class Join>
+  __device__ __forceinline__ void run(AtStart const& at_start, Issued const& issued, Ready const& ready, Join const& join) const {
+    at_start();
+    if (sequence_.head >= p_.heads_kv) {
       issued();
-      if (early) wait_for_predecessor();
+      ready();
       join();
       return;
     }
-    int const sets = kWarps / p_.pairs, set = warp_ / p_.pairs, pair = warp_ % p_.pairs;
+    int const sets = kWarps >> p_.pair_shift, set = warp_ >> p_.pair_shift;
     int const length = sequence_.length;
-    auto const [begin, end] = Split(p_, length);
+    auto const [begin, end] = Split(p_, sequence_.split, own().window, length);
     int at = begin + set * kKeys;
-    bool has_new = holds_new(length, set, sets);
-    uint4 k[kLoads], v[kLoads];
+    bool has_new = length > 0 && sequence_.split == p_.splits - 1 && set == sets - 1;
+    uint4 k[kLoads] = {}, v[kLoads] = {};  // not what the layer in front left there, which would have to be kept
     if (at < end) load(at, end, k, v);
     issued();
-    float const* const rotation = rotation_of_token();
-    if (early) wait_for_predecessor();
-
-    // Half of the warp prepares a head.
-    uint4 own = row_of(head_ * p_.group + min(pair * kHeads + lane_ / 16, p_.group - 1));
-    auto* const kept = reinterpret_cast<uint4*>(sums_of(warp_, 0)) + lane_;  // until the sums come
-    if (has_new) {
-      kept[0] = row_of(p_.heads + head_);
-      kept[32] = row_of(p_.heads + p_.heads_kv + head_);
-    }
-    own = prepared(own, p_.q_weight, rotation);
-    uint4 q[kHeads];
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      int const from = lane_ % 16 + 16 * h;
-      q[h] = {__shfl_sync(0xffffffffu, own.x, from), __shfl_sync(0xffffffffu, own.y, from), __shfl_sync(0xffffffffu, own.z, from),
-              __shfl_sync(0xffffffffu, own.w, from)};
-    }
+    ready();
     State state;
     int count = end - at;
 #pragma unroll 1
@@ -146,32 +157,24 @@ class TokenAttention {
         if (!has_new) break;
         has_new = false;
         count = 1;
-        k[0] = prepared(kept[0], p_.k_weight, rotation_of_token());
-        v[0] = lane_ < 16 ? kept[32] : uint4{};
+        k[0] = place_of(p_.group);
+        v[0] = lane_ < 16 ? place_of(p_.group + 1) : uint4{};
 #pragma unroll
         for (int j = 1; j < kLoads; ++j) k[j] = v[j] = uint4{};
       }
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) asm volatile("" : "+r"(q[h].x), "+r"(q[h].y), "+r"(q[h].z), "+r"(q[h].w));  // stays packed
-      attend(q, k, v, count, state);
+      asm volatile("" ::: "memory");  // queries are read anew: there are no registers for them
+      attend(k, v, count, state);
       at += sets * kKeys;
       count = end - at;
       if (count > 0) load(at, end, k, v);
     }
     leave(state);
-    join();
-    // The new key, which came last, where nobody waits for it.
-    if (pair == 0 && holds_new(length, set, sets) && lane_ < 16) store(k[0], v[0]);
-    uint64_t const tag = shared_tag;
+    uint64_t const tag = join();
     merge_warps(tag);
     merge_splits(tag);
   }
 
  private:
-  __device__ __forceinline__ bool holds_new(int length, int set, int sets) const {
-    return length > 0 && split_ == p_.splits - 1 && set == sets - 1;
-  }
-
   static constexpr float kLowest = -3.0e38f;  // below all scores, and finite: differences to it are no NaN
 
   /// Of the lane's head of the warp's two: the largest score and the sum of weights relative to it. Of both heads: the weighted values.
@@ -195,12 +198,23 @@ class TokenAttention {
   }
 
   /// The lane's elements of a head of the token's q, k and v.
-  __device__ __forceinline__ uint4 row_of(int head) const {
-    return load_operand(reinterpret_cast<uint4 const*>(static_cast<T const*>(p_.qkv) + head * kHeadDim + lane_ % 16 * 8));
+  __device__ __forceinline__ uint4 row_of(Packet const* packets, uint64_t tag, int head) const {
+    int const at = head * kHeadDim + lane_ % 16 * 8;
+    if (packets == nullptr) return load_operand(reinterpret_cast<uint4 const*>(static_cast<T const*>(p_.qkv) + at));
+    Packet two[2] = {{0, ~tag}, {0, ~tag}};
+    do {  // one packet alone at first: to poll for all would take so much of L2 that they are late
+      if (lane_ == 31) poll_packet(two[1], packets + at / 4 + 1);
+    } while (__shfl_sync(0xffffffffu, uint32_t(two[1].tag == tag), 31) == 0);
+    while (two[0].tag != tag || two[1].tag != tag) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) poll_packet(two[i].tag != tag, two[i], packets + at / 4 + i);
+    }
+    __syncwarp();
+    return {uint32_t(two[0].numbers), uint32_t(two[0].numbers >> 32), uint32_t(two[1].numbers), uint32_t(two[1].numbers >> 32)};
   }
   /// Of the lane's elements of a key in both caches, in bytes.
   __device__ __forceinline__ int64_t place(int64_t page, int row) const {
-    return (page * p_.strides[0] + row * p_.strides[1] + head_ * p_.strides[2] + lane_ % 16 * 8) * int64_t(sizeof(T));
+    return (page * p_.strides[0] + row * p_.strides[1] + sequence_.head * p_.strides[2] + lane_ % 16 * 8) * int64_t(sizeof(T));
   }
   /// Keys at + 2 j + lane / 16 and their values, from `end` on those of the last one.
   __device__ __forceinline__ void load(int at, int end, uint4 (&k)[kLoads], uint4 (&v)[kLoads]) const {
@@ -215,8 +229,8 @@ class TokenAttention {
     for (int j = 0; j < kLoads; ++j) {
       int const row = key[j] & ((1 << p_.page_shift) - 1);
       int64_t const at_key = place(page[j], row);
-      k[j] = load_early(reinterpret_cast<uint4 const*>(static_cast<char const*>(p_.k_cache) + at_key));
-      v[j] = load_early(reinterpret_cast<uint4 const*>(static_cast<char const*>(p_.v_cache) + at_key));
+      k[j] = load_early(reinterpret_cast<uint4 const*>(static_cast<char const*>(own().k_cache) + at_key));
+      v[j] = load_early(reinterpret_cast<uint4 const*>(static_cast<char const*>(own().v_cache) + at_key));
     }
   }
   /// The cosines of the lane's elements, the sines are kHeadDim / 2 further on; null for a position outside of the table, which has zeros.
@@ -260,24 +274,22 @@ class TokenAttention {
     }
     return {words[0], words[1], words[2], words[3]};
   }
-  __device__ __forceinline__ void store(uint4 const& k, uint4 const& v) const {
+  /// The lane's elements of the new key, or of its value.
+  __device__ __forceinline__ void store(void* cache, uint4 const& x) const {
     int64_t const slot = load_operand(p_.slots), page = slot >> p_.page_shift;
     if (slot < 0 || page >= p_.pages) return;
     int const row = int(slot) & ((1 << p_.page_shift) - 1);
-    int64_t const at = place(page, row);
-    *reinterpret_cast<uint4*>(static_cast<char*>(p_.k_cache) + at) = k;
-    *reinterpret_cast<uint4*>(static_cast<char*>(p_.v_cache) + at) = v;
+    *reinterpret_cast<uint4*>(static_cast<char*>(cache) + place(page, row)) = x;
   }
 
   /// The first `count` of 8 keys. Scores are summed over 16 lanes while they are dealt out among them: bit 3 of a lane is the head, bits 2
   /// and 1 are the load, bit 4 is the key of the load's two.
-  __device__ __forceinline__ void attend(uint4 const (&q)[kHeads], uint4 const (&k)[kLoads], uint4 const (&v)[kLoads], int count,
-                                         State& state) const {
+  __device__ __forceinline__ void attend(uint4 const (&k)[kLoads], uint4 const (&v)[kLoads], int count, State& state) const {
     float scores[kHeads][kLoads];
     {
       float of_q[kHeads][8];
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) unpack(q[h], of_q[h]);
+      for (int h = 0; h < kHeads; ++h) unpack(place_of(min(pair() * kHeads + h, p_.group - 1)), of_q[h]);
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) {
         float of_k[8];
@@ -329,6 +341,8 @@ class TokenAttention {
     }
   }
 
+  /// The lane's elements of what `prepare` makes: heads of queries, then the new key and its value.
+  __device__ __forceinline__ uint4& place_of(int row) const { return reinterpret_cast<uint4*>(rows_)[row * (kHeadDim / 8) + lane_ % 16]; }
   __device__ __forceinline__ float* sums_of(int warp, int h) const {
     return reinterpret_cast<float*>(area_) + (warp * kHeads + h) * kHeadDim;
   }
@@ -354,9 +368,9 @@ class TokenAttention {
   }
   /// The sums of the CTA's sets, to the CTAs of the same head: two columns a thread.
   __device__ __forceinline__ void merge_warps(uint64_t tag) const {
-    if (p_.pairs == 1) {
+    if (p_.pair_shift == 0) {
       merge_sets<kWarps>(tag);
-    } else if (p_.pairs == 2) {
+    } else if (p_.pair_shift == 1) {
       merge_sets<kWarps / 2>(tag);
     } else {
       merge_sets<kWarps / 4>(tag);
@@ -390,14 +404,14 @@ class TokenAttention {
     constexpr int kEach = kMostSplits / 16;
     constexpr unsigned kAll = 0xffffffffu;
 #pragma unroll 1
-    for (int four = split_ + p_.splits * warp_; four < p_.group * 32; four += p_.splits * kWarps) {
+    for (int four = sequence_.split + p_.splits * warp_; four < p_.group * 32; four += p_.splits * kWarps) {
       int const head = four / 32, column = four % 32 * 2 + lane_ / 16;
       Packet sums[kEach], ends[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) sums[i] = ends[i] = {0, lane_ % 16 + 16 * i < p_.splits ? ~tag : tag};
       // What the sums are relative to comes with them, and is 16 packets for all of a warp's columns: so it alone is polled for at first.
-      Packet const* const first_end = p_.ends + (head_ * p_.splits + lane_ % 16) * p_.group + head;
-      Packet const* const first_sums = p_.partials + ((head_ * p_.splits + lane_ % 16) * p_.group + head) * 64 + column;
+      Packet const* const first_end = p_.ends + (sequence_.head * p_.splits + lane_ % 16) * p_.group + head;
+      Packet const* const first_sums = p_.partials + ((sequence_.head * p_.splits + lane_ % 16) * p_.group + head) * 64 + column;
       while (true) {
         bool all = true;
 #pragma unroll
@@ -442,14 +456,19 @@ class TokenAttention {
       }
       float const factor = total == 0.0f ? 0.0f : __fdividef(1.0f, total);  // a sequence without keys: zeros
       uint32_t const two = Float16<kType>::pack(x * factor, y * factor), next = __shfl_down_sync(kAll, two, 16);
-      if (lane_ == 0) store_packet(p_.out + (head_ * p_.group + head) * 32 + four % 32, two | uint64_t(next) << 32, tag);
+      if (lane_ == 0) store_packet(p_.out + (sequence_.head * p_.group + head) * 32 + four % 32, two | uint64_t(next) << 32, tag);
     }
   }
 
+  __device__ __forceinline__ int pair() const { return warp_ & ((1 << p_.pair_shift) - 1); }
+  __device__ __forceinline__ LayerAttention const& own() const { return layers_[opaque(layer_)].attention; }
+
   AttentionParams const& p_;
+  Layers const& layers_;
+  int layer_;
   Sequence const& sequence_;
-  char* area_;
-  int warp_, lane_, head_, split_;
+  char *area_, *rows_;
+  int warp_, lane_;
 };
 
 }  // namespace minfer::decoder_block

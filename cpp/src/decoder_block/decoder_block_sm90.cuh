@@ -39,21 +39,36 @@
 
 namespace minfer::decoder_block {
 
+/// What a product is in all layers of a launch.
 struct Product {
-  CUtensorMap weight;            // int4: [blocks of 64 x 64, 4, 64] of 8 bytes; e4m3: [k / 128, n, 128]; of 16 bits: [k / 64, n, 64]
-  CUtensorMap scales;            // int4: [groups, n]
-  float const* weight_scales;    // e4m3: of rows, [n] or of all, or of blocks [n / 128, k_blocks]
-  float const* up_scales;        // of blocks of ups
-  int32_t row_scale_stride;      // 1, or 0: one for all
-  int32_t k, k_blocks, columns;  // k_blocks: of int4 64, of e4m3 128; columns: of the output
+  int32_t k, k_blocks, columns;                  // k_blocks: of int4 64, of e4m3 128; columns: of the output
   int32_t units, stages, converted, scale_rows;  // of k: stages of the ring, and of kStageK
-  void const *norm, *bias;
-  Packet* packets;  // of the output, for the products behind; null: it is d
-  bool gated, bias_f32;
+  Packet* packets;                               // of the output, for the products behind; null: there are none
+  bool gated;
 };
 
+/// What a layer multiplies with, beside the weight itself.
+struct Weight {
+  float const* weight_scales;  // e4m3: of rows, [n] or of all, or of blocks [n / 128, k_blocks]
+  float const* up_scales;      // of blocks of ups
+  void const *norm, *bias;
+  int32_t row_scale_stride;  // 1, or 0: one for all
+  bool bias_f32;
+};
+
+struct LayerParams {
+  CUtensorMap
+      maps[kDecoderBlockProducts];  // int4: [blocks of 64 x 64, 4, 64] of 8 bytes; e4m3: [k / 128, n, 128]; 16 bits: [k / 64, n, 64]
+  CUtensorMap scales[kDecoderBlockProducts];  // int4: [groups, n]
+  Weight weights[kDecoderBlockProducts];
+  LayerAttention attention;
+};
+
+/// Of a launch of up to kMost layers. They are parameters of the kernel, not memory, so that a CUDA graph keeps them.
+template <int kMost>
 struct Params {
   Product products[kDecoderBlockProducts];
+  int32_t count, last_units;  // layers; units of the last layer's last product
   void const* a;
   void *residual, *d;
   int32_t m, stages, ahead, group_shift;
@@ -66,7 +81,9 @@ struct Params {
   AttentionParams attention;
   int32_t ranks, rank;  // of a layer that is divided among GPUs; else 1
   char* exchange[kMostDecoderRanks];
+  LayerParams layers[kMost];
 };
+static_assert(sizeof(Params<kMostLayers>) <= kMostParameterBytes);
 
 /// Launches of the kernels so far, which makes the tags of packets new in every replay of a graph, whatever has become of the workspace.
 __device__ unsigned long long launches;
@@ -84,6 +101,7 @@ class DecoderBlock {
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
   using Group = typename Weights::Group;
+  using Params = decoder_block::Params<kAttention ? kMostLayers : 1>;
   static constexpr bool kInt4 = Weights::kFormat == WeightFormat::kInt4, kE4M3 = Weights::kFormat == WeightFormat::kFp8E4M3;
   static constexpr Stage kStage = stage_of(Weights::kFormat);
   static_assert(sizeof(Group) == group_bytes(Weights::kFormat, kTokens) &&
@@ -120,16 +138,20 @@ class DecoderBlock {
       }
     } else if (warp < 4 + kConverterWarps) {
       cutlass::arch::warpgroup_reg_dealloc<kConverterRegisters>();
-      prefetch_norms(thread - 128);
-      convert(thread - 128, read_tag(thread));
+      prefetch_norms(0, thread - 128);
+      if constexpr (kAttention) {
+        wait_for_predecessor();
+        prepare_queries(0, thread - 128, 0);
+      }
+      read_tag(thread);
+      convert(thread - 128);
       // CTA 0 has had packets of all CTAs: they have read the number.
       if (blockIdx.x == 0 && thread == 128) {
         atomicAdd(&launches, 1ull);
-        if (is_divided()) exchange_header()->epoch = storage_.epoch;
+        if (is_divided()) exchange_header()->epoch = epoch_of(layers() - 1);
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-      if constexpr (kAttention) attend(warp - 4 - kConverterWarps, thread % 32);
       consume(warp - 4 - kConverterWarps, thread % 32);
     }
   }
@@ -151,8 +173,22 @@ class DecoderBlock {
 
   using Joined = ConstantNamedBarrier<1, 32 * kFinishers + kConverters + (kAttention ? kConsumers : 0)>;
   using KeysRequested = ConstantNamedBarrier<2, 32 + kConsumers>;
+  using Gathered = ConstantNamedBarrier<3, kConsumers>;
+  using QueriesReady = ConstantNamedBarrier<4, kConverters + kConsumers>;
 
-  /// The tag of the launch's packets; by finishers and converters. With attention, not before consumers have its sums: to poll for its
+  __device__ __forceinline__ int layers() const { return kAttention ? p_.count : 1; }
+  /// Of the rows of a layer's weight. The last layer may have no product behind the residual.
+  __device__ __forceinline__ int units_of(int layer, int i) const {
+    return i == kDecoderBlockProducts - 1 && layer + 1 == layers() ? p_.last_units : p_.products[i].units;
+  }
+  __device__ __forceinline__ LayerParams const& params_of(int layer) const { return p_.layers[kAttention ? layer : 0]; }
+  __device__ __forceinline__ Weight const& weight_of(int layer, int i) const { return params_of(layer).weights[i]; }
+  /// A layer's packets are where those of the one in front were, which have all been read by then (decoder_block.cu), and have a tag of
+  /// their own.
+  static __device__ __forceinline__ uint64_t tag_of(uint64_t tag, int layer) { return kAttention ? tag ^ uint64_t(layer) << 40 : tag; }
+  __device__ __forceinline__ uint64_t epoch_of(int layer) const { return storage_.epoch + uint64_t(layer); }
+
+  /// The tag of the first layer's packets; by finishers and converters. With attention, not before consumers have its sums: to poll for its
   /// output would slow it down.
   __device__ __forceinline__ uint64_t read_tag(int thread) {
     wait_for_predecessor();
@@ -166,8 +202,9 @@ class DecoderBlock {
       if (is_divided()) storage_.epoch = distributed::begin_epoch(exchange_header());
     }
     Joined::sync();
-    return *static_cast<uint64_t volatile*>(&storage_.tag);
+    return first_tag();
   }
+  __device__ __forceinline__ uint64_t first_tag() const { return *static_cast<uint64_t volatile*>(&storage_.tag); }
 
   __device__ __forceinline__ bool is_divided() const { return kAttention && p_.ranks > 1; }
   __device__ __forceinline__ distributed::ExchangeHeader* exchange_header() const {
@@ -175,10 +212,11 @@ class DecoderBlock {
   }
 
   /// Into L2: a product's first stage waits for its norm's weight.
-  __device__ __forceinline__ void prefetch_norms(int thread) const {
+  __device__ __forceinline__ void prefetch_norms(int layer, int thread) const {
     for (int i = 1; i < kDecoderBlockProducts; i += 2) {
-      for (int at = thread * 64; p_.products[i].norm != nullptr && at < p_.products[i].k; at += kConverters * 64) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<T const*>(p_.products[i].norm) + at));
+      if (units_of(layer, i) == 0) continue;
+      for (int at = thread * 64; at < p_.products[i].k; at += kConverters * 64) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<T const*>(weight_of(layer, i).norm) + at));
       }
     }
   }
@@ -193,11 +231,15 @@ class DecoderBlock {
     return kInt4 ? codes_of(stage) + kStage.code_bytes : smem_ + p_.stages * kStage.pitch + stage * kStage.scale_bytes;
   }
 
-  __device__ __forceinline__ void produce(int lane) {
-    for (int i = 0; i < kDecoderBlockProducts && p_.products[i].units > 0; ++i) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p_.products[i].weight));
-      if (kInt4) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p_.products[i].scales));
+  __device__ __forceinline__ void prefetch_maps(int layer) const {
+    for (int i = 0; i < kDecoderBlockProducts && units_of(layer, i) > 0; ++i) {
+      LayerParams const& own = params_of(layer);
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&own.maps[i]));
+      if (kInt4) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&own.scales[i]));
     }
+  }
+  __device__ __forceinline__ void produce(int lane) {
+    prefetch_maps(0);
     if (!p_.early) wait_for_predecessor();
     if constexpr (kAttention) {
       KeysRequested::sync();
@@ -206,16 +248,20 @@ class DecoderBlock {
     int stage = 0, landed_stage = 0, under_way = 0;
     uint32_t phase = 1, landed_phase = 0;
 #pragma unroll 1
-    for (Place at(int(blockIdx.x)); at.product < kDecoderBlockProducts; next(at)) {
-      if (under_way == p_.ahead) {
-        FullBarrier::wait(&storage_.full[landed_stage], landed_phase);
-        advance(landed_stage, landed_phase);
-        --under_way;
+    for (int layer = 0; layer < layers(); ++layer) {
+      if (layer + 1 < layers()) prefetch_maps(layer + 1);
+#pragma unroll 1
+      for (Place at(int(blockIdx.x)); at.product < kDecoderBlockProducts; next(at, layer)) {
+        if (under_way == p_.ahead) {
+          FullBarrier::wait(&storage_.full[landed_stage], landed_phase);
+          advance(landed_stage, landed_phase);
+          --under_way;
+        }
+        EmptyBarrier::wait(&storage_.empty[stage], phase);
+        fetch(layer, at.product, at.unit, at.k, stage, lane);
+        advance(stage, phase);
+        ++under_way;
       }
-      EmptyBarrier::wait(&storage_.empty[stage], phase);
-      fetch(p_.products[at.product], at.unit, at.k, stage, lane);
-      advance(stage, phase);
-      ++under_way;
     }
   }
   /// Of a stage of weights, in the order of consumers (kTogether). All CTAs have units of product 0.
@@ -223,7 +269,7 @@ class DecoderBlock {
     int product = 0, first, unit, k = 0;  // first: of the units that are taken by turns
     __device__ __forceinline__ explicit Place(int block) : first(block), unit(block) {}
   };
-  __device__ __forceinline__ void next(Place& at) const {
+  __device__ __forceinline__ void next(Place& at, int layer) const {
     Product const& product = p_.products[at.product];
     int const behind = at.first + (held(product) ? 1 : kTogether) * int(gridDim.x);
     at.unit += int(gridDim.x);
@@ -236,24 +282,25 @@ class DecoderBlock {
       at.first = int(blockIdx.x);
       do {
         ++at.product;
-      } while (at.product < kDecoderBlockProducts && at.first >= p_.products[at.product].units);
+      } while (at.product < kDecoderBlockProducts && at.first >= units_of(layer, at.product));
     }
     at.unit = at.first;
   }
-  __device__ __forceinline__ void fetch(Product const& product, int unit, int k, int stage, int lane) const {
+  __device__ __forceinline__ void fetch(int layer, int i, int unit, int k, int stage, int lane) const {
+    Product const& product = p_.products[i];
+    CUtensorMap const& map = params_of(layer).maps[i];
     uint64_t* const barrier = &storage_.full[stage];
     constexpr auto kFirst = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
     if constexpr (kInt4) {
       FullBarrier::arrive_and_expect_tx(barrier, uint32_t(kStage.code_bytes + product.scale_rows * kUnit * 2));
       // Behind k come codes of other rows, which meet digits that are zeros.
-      cute::SM90_TMA_LOAD_3D::copy(&product.weight, barrier, kFirst, codes_of(stage), 0, unit % 4,
-                                   unit / 4 * product.k_blocks + k * (kStage.k / 64));
-      cute::SM90_TMA_LOAD_2D::copy(&product.scales, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), scales_of(stage),
+      cute::SM90_TMA_LOAD_3D::copy(&map, barrier, kFirst, codes_of(stage), 0, unit % 4, unit / 4 * product.k_blocks + k * (kStage.k / 64));
+      cute::SM90_TMA_LOAD_2D::copy(&params_of(layer).scales[i], barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), scales_of(stage),
                                    unit * kUnit, (k * kStage.k) >> p_.group_shift);
     } else {
       if (lane == 0) {
         FullBarrier::arrive_and_expect_tx(barrier, uint32_t(kStage.code_bytes));
-        cute::SM90_TMA_LOAD_3D::copy(&product.weight, barrier, kFirst, codes_of(stage), 0, unit * kUnit, k * kWarps);
+        cute::SM90_TMA_LOAD_3D::copy(&map, barrier, kFirst, codes_of(stage), 0, unit * kUnit, k * kWarps);
       }
       if constexpr (!kE4M3) return;
       __syncwarp();
@@ -261,8 +308,9 @@ class DecoderBlock {
       // A lane's number is of one consumer warp and of rows 0 to 7 or the others. Behind k codes are zeros, and so are scales.
       int const block = k * kWarps + lane % 16, rows = unit * kUnit / (product.gated ? 2 : 1) / 128;
       bool const inside = block < product.k_blocks;
+      Weight const& weight = weight_of(layer, i);
       float const* const from =
-          (product.gated && lane >= 16 ? product.up_scales : product.weight_scales) + (inside ? rows * product.k_blocks + block : 0);
+          (product.gated && lane >= 16 ? weight.up_scales : weight.weight_scales) + (inside ? rows * product.k_blocks + block : 0);
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\ncp.async.mbarrier.arrive.noinc.shared::cta.b64 [%3];" ::"r"(
                        shared_address(scales_of(stage)) + lane % 16 * 8 + lane / 16 * 4),
                    "l"(from), "r"(inside ? 4 : 0), "r"(shared_address(barrier))
@@ -278,9 +326,36 @@ class DecoderBlock {
 
   // ---- attention: warps 12 to 27 ----
 
-  __device__ __forceinline__ void attend(int warp, int lane) {
-    TokenAttention<kType> const attention(p_.attention, storage_.sequence, activations(1), warp, lane);
-    attention.run(p_.early, [] { KeysRequested::arrive(); }, [] { Joined::sync(); }, storage_.tag);
+  using Attention = TokenAttention<kType, LayerParams[kMostLayers]>;
+  __device__ __forceinline__ Attention attention_of(int layer, int warp, int lane) const {
+    return Attention(p_.attention, p_.layers, layer, storage_.sequence, activations(1), activations(0), warp, lane);
+  }
+  /// thread: of the converters. tag: of the first layer's packets; it has its q, k and v in memory.
+  __device__ __forceinline__ void prepare_queries(int layer, int thread, uint64_t tag) const {
+    Packet const* const packets = layer == 0 ? nullptr : p_.products[kDecoderBlockProducts - 1].packets;
+    attention_of(layer, thread / 32, thread % 32).prepare(packets, tag_of(tag, layer - 1));
+    QueriesReady::arrive();
+  }
+  __device__ __forceinline__ void attend(int layer, int warp, int lane) {
+    bool const first = layer == 0;
+    attention_of(layer, warp, lane)
+        .run(
+            [&] {
+              if (first && !p_.early) wait_for_predecessor();
+            },
+            [&] {
+              if (first) KeysRequested::arrive();
+            },
+            // From then on, too, the sums may come where the last product's activations were: all consumers have done with them.
+            [&] { QueriesReady::sync(); },
+            [&] {
+              if (first) {
+                Joined::sync();
+              } else {
+                Gathered::sync();
+              }
+              return tag_of(first_tag(), layer);
+            });
     __syncwarp();
     if (lane == 0) EmptyBarrier::arrive(&storage_.consumed[1]);  // product 1's activations come where the sums were
   }
@@ -294,8 +369,11 @@ class DecoderBlock {
       x[2] = __uint_as_float(uint32_t(numbers >> 32) << 16);
       x[3] = __uint_as_float(uint32_t(numbers >> 32) & 0xffff0000u);
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = __half2float(__ushort_as_half(uint16_t(numbers >> 16 * i)));
+      float2 const low = Float16<kType>::unpack(uint32_t(numbers)), high = Float16<kType>::unpack(uint32_t(numbers >> 32));
+      x[0] = low.x;
+      x[1] = low.y;
+      x[2] = high.x;
+      x[3] = high.y;
     }
   }
   /// The first of a converter's numbers: columns 4 v to 4 v + 3 of a half of 16, and 8 further on.
@@ -308,22 +386,51 @@ class DecoderBlock {
 
   /// thread: of kConverters. A thread has 8 numbers of each stage; two stages are requested together, for a trip to L2 takes as long as two
   /// are converted.
-  __device__ __forceinline__ void convert(int thread, uint64_t tag) {
-    int const lane = thread % 32;
+  __device__ __forceinline__ void convert(int thread) {
 #pragma unroll 1
-    for (int i = 0; i < kDecoderBlockProducts; ++i) {
+    for (int layer = 0; layer < layers(); ++layer) {
+      if (layer + 1 < layers()) prefetch_norms(layer + 1, thread);
+      if constexpr (kAttention) {
+        if (layer > 0) {
+          EmptyBarrier::wait(&storage_.consumed[0], 1);  // where queries come were product 2's activations
+          prepare_queries(layer, opaque(thread), first_tag());
+        }
+      }
+#pragma unroll 1
+      for (int i = 0; i < kDecoderBlockProducts; ++i) {
+        if (units_of(layer, i) > 0) convert(opaque(layer), i, opaque(thread));
+      }
+    }
+  }
+  /// Waits until consumers have done with what was there. They count down consumed[0] for products 0 and 2, and consumed[1] for attention,
+  /// product 1 and product 3; attention itself uses the place of product 1's activations. Product 0 waits for attention, too: to poll for its
+  /// output would slow it down.
+  __device__ __forceinline__ void wait_for_place(int layer, int i) {
+    if constexpr (kAttention) {
+      if (i == 2) EmptyBarrier::wait(&storage_.consumed[0], 0);
+      if (i == 1 || (i == 0 && layer > 0)) EmptyBarrier::wait(&storage_.consumed[1], uint32_t(layer) & 1);
+      if (i == 3) EmptyBarrier::wait(&storage_.consumed[1], uint32_t(layer + 1) & 1);
+    } else if (i >= 2) {
+      EmptyBarrier::wait(&storage_.consumed[i % 2], 0);
+    }
+  }
+  __device__ __forceinline__ void convert(int layer, int i, int thread) {
+    uint64_t const tag = tag_of(first_tag(), layer);
+    int const lane = thread % 32;
+    {
       Product const& product = p_.products[i];
+      void const* const norm = weight_of(layer, i).norm;
       int const parity = i % 2, vectors = product.k / 8;
-      if (i >= (kAttention ? 1 : 2)) EmptyBarrier::wait(&storage_.consumed[parity], uint32_t(i / 2 - (kAttention ? 1 - parity : 1)) & 1);
+      wait_for_place(layer, i);
       float squares[kTokens] = {};
 #pragma unroll 1
       for (int first = 0; first < product.converted; first += 2) {
         uint64_t weights[2][2] = {};
-        if (product.norm != nullptr) {
+        if (norm != nullptr) {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
             int const v = thread + (first + t) * kConverters;
-            load(product.norm, v, v < vectors, weights[t]);
+            load(norm, v, v < vectors, weights[t]);
           }
         }
 #pragma unroll
@@ -346,11 +453,11 @@ class DecoderBlock {
           for (int t = 0; t < 2; ++t) {
             if (first + t >= product.converted) break;
             int const v = thread + (first + t) * kConverters;
-            float const sum = store_numbers(i, token, v, numbers[t], product.norm != nullptr, weights[t], lane);
+            float const sum = store_numbers(i, token, v, numbers[t], norm != nullptr, weights[t], lane);
             squares[token] += sum;
           }
         }
-        if (first + 2 >= product.converted && product.norm != nullptr) {
+        if (first + 2 >= product.converted && norm != nullptr) {
 #pragma unroll
           for (int token = 0; token < kTokens; ++token) {
 #pragma unroll
@@ -437,14 +544,36 @@ class DecoderBlock {
   };
 
   __device__ __forceinline__ void consume(int warp, int lane) {
-    Ring ring;
-    uint32_t even = 0, odd = 0;  // bit k is the parity of stage k's activations
+#pragma unroll 1
+    for (int layer = 0; layer < layers(); ++layer) {
+      // What either computes of its arguments is not to be kept over the other, which needs the registers.
+      if constexpr (kAttention) attend(layer, opaque(warp), opaque(lane));
+      consume(layer, opaque(warp), opaque(lane));
+    }
+  }
+  /// Where a layer begins in the ring: not kept over attention, which needs the registers.
+  __device__ __forceinline__ Ring ring_of(int layer) const {
+    if (layer == 0) return {};
+    int const block = opaque(int(blockIdx.x));
+    int parts = 0, stages = 0;
+    for (int i = 0; i < kDecoderBlockProducts; ++i) {
+      int const units = (p_.products[i].units - block + int(gridDim.x) - 1) / int(gridDim.x);
+      parts += units;
+      stages += units * p_.products[i].stages;
+    }
+    stages *= layer;
+    return {stages % p_.stages, parts * layer, uint32_t(stages / p_.stages) & 1};
+  }
+  __device__ __forceinline__ void consume(int layer, int warp, int lane) {
+    Ring ring = ring_of(layer);
+    // Bit k is the parity of stage k's activations, of even and of odd products. A layer's odd products have as many stages each.
+    uint32_t even = layer % 2 == 0 ? 0 : ((1u << p_.products[0].converted) - 1) ^ ((1u << p_.products[2].converted) - 1), odd = 0;
 #pragma unroll 1
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       Product const& product = p_.products[i];
       int const parity = i % 2;
       uint32_t const phases = parity == 0 ? even : odd;
-      if (int(blockIdx.x) < product.units) {
+      if (int(blockIdx.x) < units_of(layer, i)) {
         if constexpr (Weights::kMostHeld == 2) {
           if (product.stages == 1) {
             consume_held<1>(product, i, phases, ring, warp, lane);
@@ -594,19 +723,27 @@ class DecoderBlock {
 
   /// A lane's output is row lane % 16 of the unit; both halves of the warp have the same after the sums.
   __device__ __forceinline__ void finish(int own, uint64_t tag, int lane) {
-    int const row = lane % 16;
     int part = 0;
 #pragma unroll 1
-    for (int i = 0; i < kDecoderBlockProducts; ++i) {
+    for (int layer = 0; layer < layers(); ++layer) {
+#pragma unroll 1
+      for (int i = 0; i < kDecoderBlockProducts; ++i) finish(layer, i, part, own, tag, lane);
+    }
+  }
+  /// tag: of the first layer.
+  __device__ __forceinline__ void finish(int layer, int i, int& part, int own, uint64_t tag, int lane) {
+    int const row = lane % 16, units = units_of(layer, i);
+    {
       Product const& product = p_.products[i];
+      Weight const& weight = weight_of(layer, i);
       int const outputs = product.gated ? 8 : 16;
       bool const divided = is_divided() && i % 2 == 0;
       int sent = -1;  // the unit whose part the other ranks have been sent, and which is still to be summed
       float factor[kTokens];
 #pragma unroll
       for (int token = 0; token < kTokens; ++token) factor[token] = 1.0f;
-      if (product.norm != nullptr && int(blockIdx.x) < product.units) {
-        // Products 1 and 3 have as many stages of k: those of the first are the barriers' first phase.
+      if (weight.norm != nullptr && int(blockIdx.x) < units) {
+        // Products 1 and 3 have as many stages of k: those of the first are the barriers' phases of one parity.
         EmptyBarrier::wait(&storage_.ready[1][product.converted - 1], i / 2);
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
@@ -614,21 +751,21 @@ class DecoderBlock {
         }
       }
 #pragma unroll 1
-      for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x), ++part) {
+      for (int unit = int(blockIdx.x); unit < units; unit += int(gridDim.x), ++part) {
         if (part % kFinishers != own) continue;
         int const slot = part % kPartials, column = unit * outputs + row % outputs;
         float addend[kTokens], scale = 1.0f;
         if (kE4M3 && !p_.block_scales && unit * kUnit + row < (product.gated ? 2 : 1) * product.columns) {
-          scale = load_operand(product.weight_scales + (unit * kUnit + row) * product.row_scale_stride);
+          scale = load_operand(weight.weight_scales + (unit * kUnit + row) * weight.row_scale_stride);
         }
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
           addend[token] = 0.0f;
           if (token >= p_.m || column >= product.columns) continue;
-          if (i % 2 == 0 && !divided) addend[token] = residual_of(i, token, column, tag);
-          if (product.bias != nullptr) {
-            addend[token] += product.bias_f32 ? load_operand(static_cast<float const*>(product.bias) + column)
-                                              : minfer::to_float(load_operand(static_cast<T const*>(product.bias) + column));
+          if (i % 2 == 0 && !divided) addend[token] = residual_of(layer, i, token, column, tag);
+          if (weight.bias != nullptr) {
+            addend[token] += weight.bias_f32 ? load_operand(static_cast<float const*>(weight.bias) + column)
+                                             : minfer::to_float(load_operand(static_cast<T const*>(weight.bias) + column));
           }
         }
         EmptyBarrier::wait(&storage_.partial_full[slot], uint32_t(part / kPartials) & 1);
@@ -643,71 +780,65 @@ class DecoderBlock {
         __syncwarp();
         if (lane == 0) EmptyBarrier::arrive(&storage_.partial_empty[slot]);
         if (divided) {  // of one token; the last unit's sum is waited for while this one's travels
-          send_part(i, column, y[0] * scale + addend[0], lane);
-          if (sent >= 0) sum_parts(i, sent * outputs + row, tag, lane);
+          send_part(layer, i, column, y[0] * scale + addend[0], lane);
+          if (sent >= 0) sum_parts(layer, i, sent * outputs + row, tag, lane);
           sent = unit;
           continue;
         }
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
-          if (token < p_.m) store(i, token, column, y[token] * (factor[token] * scale), addend[token], tag, lane);
+          if (token < p_.m) store(layer, i, token, column, y[token] * (factor[token] * scale), addend[token], tag, lane);
         }
       }
-      if (sent >= 0) sum_parts(i, sent * outputs + row, tag, lane);
+      if (sent >= 0) sum_parts(layer, i, sent * outputs + row, tag, lane);
     }
   }
-  /// What products 0 and 2 are added to: the residual, and x, which the CTA has published itself.
-  __device__ __forceinline__ float residual_of(int i, int token, int column, uint64_t tag) const {
+  /// What products 0 and 2 are added to: the residual, of layers behind the first what the CTA has published itself; and x, likewise.
+  __device__ __forceinline__ float residual_of(int layer, int i, int token, int column, uint64_t first_tag) const {
     int64_t const at = int64_t(token) * p_.products[i].columns + column;
-    if (i == 0) return minfer::to_float(load_operand(static_cast<T const*>(p_.residual) + at));
+    if (i == 0 && layer == 0) return minfer::to_float(load_operand(static_cast<T const*>(p_.residual) + at));
+    uint64_t const tag = tag_of(first_tag, i == 0 ? layer - 1 : layer);
     Packet packet{0, ~tag};
-    while (packet.tag != tag) poll_packet(packet, p_.products[0].packets + at / 4);
+    while (packet.tag != tag) poll_packet(packet, p_.products[2 - i].packets + at / 4);
     return element(packet.numbers, column % 4);
   }
 
   // Of a layer that is divided among GPUs: the ranks' parts of products 0 and 2. Every rank sends its own to all, itself among them, and
   // adds up all of them in the order of the ranks, so that all have the same bits.
-  __device__ __forceinline__ distributed::ReducePacket* part_of(int buffer, int i, int rank, int column) const {
-    int64_t const row = (int64_t(storage_.epoch % distributed::kEpochs) * kExchanges + i / 2) * p_.ranks + rank;
+  __device__ __forceinline__ distributed::ReducePacket* part_of(int buffer, int layer, int i, int rank, int column) const {
+    int64_t const row = (int64_t(epoch_of(layer) % distributed::kEpochs) * kExchanges + i / 2) * p_.ranks + rank;
     return reinterpret_cast<distributed::ReducePacket*>(p_.exchange[buffer] + sizeof(distributed::ExchangeHeader)) +
            row * (p_.products[i].columns / 2) + column / 2;
   }
-  __device__ __forceinline__ void send_part(int i, int column, float part, int lane) const {
+  __device__ __forceinline__ void send_part(int layer, int i, int column, float part, int lane) const {
     float const next = __shfl_down_sync(0xffffffffu, part, 1);
     if (lane % 2 == 1 || column >= p_.products[i].columns) return;
-    uint32_t const flag = distributed::flag_of(storage_.epoch);
+    uint32_t const flag = distributed::flag_of(epoch_of(layer));
     for (int rank = lane / 16; rank < p_.ranks; rank += 2)
-      distributed::send(part_of(rank, i, p_.rank, column), __float_as_uint(part), __float_as_uint(next), flag);
+      distributed::send(part_of(rank, layer, i, p_.rank, column), __float_as_uint(part), __float_as_uint(next), flag);
   }
-  __device__ __forceinline__ void sum_parts(int i, int column, uint64_t tag, int lane) const {
-    constexpr int kEach = kMostDecoderRanks / 2;  // half a warp has every second rank's
+  __device__ __forceinline__ void sum_parts(int layer, int i, int column, uint64_t tag, int lane) const {
     bool const inside = column < p_.products[i].columns;
-    uint32_t const flag = distributed::flag_of(storage_.epoch);
-    float const addend = inside ? residual_of(i, 0, column, tag) : 0.0f;
-    distributed::ReducePacket found[kEach] = {};
-    for (distributed::Patience patience;; patience.poll()) {
-      bool all = true;
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        int const rank = 2 * j + lane / 16;
-        if (!inside || rank >= p_.ranks) continue;
-        found[j] = distributed::poll(part_of(p_.rank, i, rank, column));
-        all = all && distributed::has_come(found[j], flag);
-      }
-      if (all) break;
-    }
-    __syncwarp();
+    uint32_t const flag = distributed::flag_of(epoch_of(layer));
     float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      float const own = __uint_as_float(uint32_t(column % 2 == 0 ? found[j].first : found[j].second));
+#pragma unroll 1
+    for (int first = 0; first < p_.ranks; first += 2) {  // a rank for each half of the warp
+      int const rank = first + lane / 16;
+      distributed::ReducePacket found{};
+      if (inside && rank < p_.ranks) {
+        distributed::ReducePacket const* const from = part_of(p_.rank, layer, i, rank, column);
+        for (distributed::Patience patience; found = distributed::poll(from), !distributed::has_come(found, flag);) patience.poll();
+      }
+      __syncwarp();
+      float const own = __uint_as_float(uint32_t(column % 2 == 0 ? found.first : found.second));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float const part = __shfl_sync(0xffffffffu, own, lane % 16 + 16 * half);
-        if (2 * j + half < p_.ranks) sum += part;
+        if (first + half < p_.ranks) sum += part;
       }
     }
-    store(i, 0, column, sum, addend, tag, lane);
+    float const addend = inside ? residual_of(layer, i, 0, column, tag) : 0.0f;
+    store(layer, i, 0, column, sum, addend, tag, lane);
   }
   __device__ __forceinline__ float norm_factor(int i, int token) const {
     float sum = 0.0f;
@@ -715,7 +846,8 @@ class DecoderBlock {
     for (int w = 0; w < kConverterWarps; ++w) sum += storage_.squares[i % 2][token][w];
     return rsqrtf(__fdividef(sum, float(p_.products[i].k)) + p_.eps);
   }
-  __device__ __forceinline__ void store(int i, int token, int column, float y, float addend, uint64_t tag, int lane) const {
+  /// tag: of the first layer.
+  __device__ __forceinline__ void store(int layer, int i, int token, int column, float y, float addend, uint64_t tag, int lane) const {
     Product const& product = p_.products[i];
     if (product.gated) {  // rows 0 to 7 are gates, the others their ups
       float const up = __shfl_xor_sync(0xffffffffu, y, 8);
@@ -733,8 +865,9 @@ class DecoderBlock {
     if (lane % 4 != 0 || lane >= (product.gated ? 8 : 16) || column >= product.columns) return;  // columns are a multiple of 8
     uint64_t const numbers = bits | uint64_t(next) << 32;
     int64_t const at = int64_t(token) * product.columns + column;
-    if (product.packets != nullptr) store_packet(product.packets + at / 4, numbers, tag);
-    if (i >= 2) *reinterpret_cast<uint64_t*>(static_cast<T*>(i == 2 ? p_.residual : p_.d) + at) = numbers;
+    bool const last = layer + 1 == layers();
+    if (product.packets != nullptr) store_packet(product.packets + at / 4, numbers, tag_of(tag, layer));
+    if (last && i >= 2) *reinterpret_cast<uint64_t*>(static_cast<T*>(i == 2 ? p_.residual : p_.d) + at) = numbers;
   }
 
   Params const& p_;
@@ -750,7 +883,7 @@ using DecoderBlockOf = DecoderBlock<
 
 template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
 __global__ void __launch_bounds__(DecoderBlockOf<kFormat, kType, kTokens, kAttention>::kThreads, 1)
-    decoder_block_sm90_kernel(__grid_constant__ Params const params) {
+    decoder_block_sm90_kernel(__grid_constant__ Params<kAttention ? kMostLayers : 1> const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   DecoderBlockOf<kFormat, kType, kTokens, kAttention>(params, smem).run();

@@ -17,11 +17,14 @@ constexpr int kDigits = 3;          // of an activation beside int4: 8 bits each
 constexpr int kPartials = 4;        // units whose sums are under way from the consumers
 constexpr int kConverterWarps = 8;  // a stage's activations are 8 for each of their threads
 constexpr int kMostTokens = 2;
+// Layers of a launch, whose operands are the kernel's parameters.
+constexpr int kMostLayers = 24, kMostParameterBytes = 32764;
 // Of an attention in the launch.
 constexpr int kHeadDim = int(kDecoderHeadDim);
 constexpr int kMostSplits = 32;                                   // of a sequence
 constexpr int kMostGroup = 8;                                     // heads of queries of a head of keys
 constexpr int kPagesOfSequence = 128;                             // in shared memory; further ones are looked up in the table
+constexpr int kQueriesBytes = (kMostGroup + 2) * kHeadDim * 2;    // of shared memory: heads of queries, the new key and its value
 constexpr int kAttentionBytes = kWarps * 2 * (kHeadDim * 4 + 8);  // of shared memory: a warp's sums for two heads
 
 /// A stage of the ring. Codes of 8 and 16 bits are swizzled by TMA and begin at multiples of 1024: e4m3's scales stand behind all stages.
@@ -64,8 +67,9 @@ inline Layout layout_of(DecoderBlockProblem const& problem, int64_t stages, int6
     layout.pitch[parity] = int4 ? most * kStageK + 16 : most * kStageK * 2 + 64;
     layout.activations[parity] = at;
     int64_t bytes = (int4 ? kDigits : 1) * problem.m * layout.pitch[parity];
-    // Where product 1's activations come when attention's sums have left.
+    // Where product 1's activations come when attention's sums have left, and product 0's when it has done with queries.
     if (parity == 1 && problem.heads > 0 && bytes < kAttentionBytes) bytes = kAttentionBytes;
+    if (parity == 0 && problem.heads > 0 && bytes < kQueriesBytes) bytes = kQueriesBytes;
     at += round_up(bytes, 128);
     layout.groups[parity] = at;
     at += round_up(most * (kStageK / 128) * group_bytes(problem.weights, problem.m), 128);
@@ -76,17 +80,18 @@ inline Layout layout_of(DecoderBlockProblem const& problem, int64_t stages, int6
 
 /// Bytes of the fixed part, of a kernel for `tokens`.
 constexpr int64_t fixed_bytes(int64_t tokens) {
-  return kPartials * kWarps * tokens * kUnit * 4 + 2 * tokens * kConverterWarps * 4 + 16 + 4 * kPagesOfSequence + 16 +
+  return kPartials * kWarps * tokens * kUnit * 4 + 2 * tokens * kConverterWarps * 4 + 16 + 4 * kPagesOfSequence + 24 +
          8 * (2 * kMostStages + 2 * kMostKStages + 2 + 2 * kPartials);
 }
 
-/// The last layer has no product behind the residual.
-inline int products_of(DecoderBlockProblem const& problem) { return problem.next == 0 ? kDecoderBlockProducts - 1 : kDecoderBlockProducts; }
+/// A model's last layer has no product behind the residual.
+inline int products_of(DecoderBlockProblem const& problem) { return problem.n(3) == 0 ? kDecoderBlockProducts - 1 : kDecoderBlockProducts; }
 
-/// 16-byte packets of 4 numbers each: of x, h, and x again; what the last product makes does not travel.
+/// 16-byte packets of 4 numbers each: of x, h, and x again, and of q, k and v where there is a layer behind; what the last product makes does
+/// not travel.
 inline int64_t packets_of(DecoderBlockProblem const& problem, int product) {
-  if (product + 1 >= products_of(problem)) return 0;
-  return problem.m * (product == 1 ? problem.inter : problem.hidden) / 4;
+  if (product + 1 >= products_of(problem) && problem.layers == 1) return 0;
+  return problem.m * (product == 1 ? problem.inter : problem.n(product)) / 4;
 }
 
 /// Packets of an attention in the launch: of its output, of all CTAs' sums, and of what these are relative to.

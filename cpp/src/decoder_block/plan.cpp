@@ -60,6 +60,14 @@ char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) 
   return nullptr;
 }
 
+int64_t units_of(int64_t n) { return (n + kUnit - 1) / kUnit; }
+
+/// Of a launch. Layers share packets, which is safe where all CTAs have units of all products: a CTA that has a layer's q, k and v knows that
+/// all others have read all packets of the layer in front.
+int64_t most_layers_of(DecoderBlockProblem const& p, int64_t ctas) {
+  return p.heads > 0 && (p.next == 0 || p.next == p.qkv()) && units_of(p.qkv()) >= ctas ? kMostLayers : 1;
+}
+
 /// Why the attention in front cannot be part of the launch, or null.
 char const* unfit_attention(DecoderBlockProblem const& p, int64_t ctas) {
   if (p.m != 1) return "attention in the launch is of one token";
@@ -67,10 +75,9 @@ char const* unfit_attention(DecoderBlockProblem const& p, int64_t ctas) {
   if (p.attention != p.heads * kHeadDim) return "heads in the launch must have 128 elements";
   if (p.heads / p.heads_kv > kMostGroup) return "a head of keys in the launch has at most 8 heads of queries";
   if (p.heads_kv > ctas) return "there are more heads of keys than thread blocks";
+  if (p.layers > most_layers_of(p, ctas)) return "so many layers of these sizes are no launch";
   return nullptr;
 }
-
-int64_t units_of(int64_t n) { return (n + kUnit - 1) / kUnit; }
 
 /// As many as have something to do in each of the products whose outputs all CTAs wait for.
 int64_t ctas_of(DecoderBlockProblem const& p, DeviceProperties const& device) {
@@ -102,6 +109,8 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
     return Status::failure(StatusCode::kInvalidArgument, "weights must be int4, e4m3 or of 16 bits, got %s", name_of(p.weights));
   if (p.type != DataType::kF16 && p.type != DataType::kBF16)
     return Status::failure(StatusCode::kInvalidArgument, "numbers must be of 16 bits, got %s", name_of(p.type));
+  if (p.layers < 1 || (p.layers > 1 && p.heads == 0))
+    return Status::failure(StatusCode::kInvalidArgument, "%lld layers without attention", (long long)p.layers);
   for (int64_t extent : {p.m, p.attention, p.hidden, p.inter, p.next}) {
     if (extent < 0 || extent > kMaxExtent)
       return Status::failure(StatusCode::kInvalidArgument, "sizes must be 0 to %lld, got %lld", (long long)kMaxExtent, (long long)extent);
@@ -126,6 +135,7 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
     if (char const* why = unfit_attention(p, ctas)) return separate(why);
     if (!forced && p.capacity > kMostCapacity) return separate("attention to long sequences is faster in a launch of its own");
     plan->splits = int32_t(std::min<int64_t>(kMostSplits, ctas / p.heads_kv));
+    plan->most_layers = int32_t(most_layers_of(p, ctas));
   }
   int64_t const most_ahead = int4 ? kMostAhead : kMostLargeAhead;
   plan->one_launch = true;
@@ -142,7 +152,7 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
 }
 
 #if !MINFER_WITH_CUDA
-Status run_decoder_block(DecoderBlockPlan const&, DecoderBlockProblem const&, DecoderBlockOperands const&, DeviceProperties const&, void*,
+Status run_decoder_block(DecoderBlockPlan const&, DecoderBlockProblem const&, DecoderBlockOperands const*, DeviceProperties const&, void*,
                          size_t, bool, Stream) {
   return without_cuda();
 }

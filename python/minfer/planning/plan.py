@@ -635,6 +635,7 @@ def plan_decoder_block(
         return DecoderBlockPlan(problem=problem, device=name, one_launch=False, reason="asked for by name", **nothing)
     sizes = [problem.m, problem.attention, problem.k, problem.inter, problem.n]
     found = json.loads(ops._plan_decoder_block(sizes, DTYPE_NAMES[problem.dtype], *problem.weights(), kernel is not None, index))
+    del found["most_layers"]  # of launches that have attention, too
     return DecoderBlockPlan(problem=problem, device=name, **found)
 
 

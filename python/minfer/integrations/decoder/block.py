@@ -1,5 +1,5 @@
 """What lies between the attention of a layer and that of the next one, as one operator, for few tokens and weights in 4, 8 or 16 bits. Of
-one token that operator can be one launch, and attention a part of it."""
+one token that operator can be one launch, attention a part of it, and a launch that of several layers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class Block:
     layer nothing, in no columns.
 
     Args:
-      call: the operator; layer: the one with attention in front; parts: what they take of a product, by the names of the product's tensors.
+      call: the operator; layers: the one of several layers, with their attention; parts: what they take of a product, by the names of the
+        product's tensors.
       products: the output projection, the MLP's two, and the next layer's first one; of the last layer no more than three.
       mlp_norm, next_norm: in front of the second and of the fourth, or of the last layer twice the same.
       most_tokens: for which it is worth calling.
@@ -80,7 +81,7 @@ class Block:
     def __init__(
         self,
         call: Callable[..., Tensor],
-        layer: Callable[..., Tensor],
+        layers: Callable[..., Tensor],
         parts: tuple[str, ...],
         products: list[Projection],
         mlp_norm: Norm,
@@ -89,7 +90,7 @@ class Block:
         options: dict[str, Any],
         exchange: LayerExchange | None = None,
     ):
-        self._call, self._layer, self._parts, self._options = call, layer, parts, options
+        self._call, self._layers, self._parts, self._options = call, layers, parts, options
         self._products, self._norms = products, (mlp_norm, next_norm)
         self.most_tokens, self._exchange = most_tokens, exchange
 
@@ -99,11 +100,24 @@ class Block:
         return self._exchange is not None
 
     def __call__(self, y: Tensor, x: Tensor) -> Tensor:
-        return self._call(y, x, **self._arguments(), constant_weights=True)
+        return self._call(y, x, **self.tensors(), **self._options, constant_weights=True)
 
-    def _arguments(self) -> dict[str, Any]:
-        # The modules' tensors are looked up at every call: moving a module replaces them.
-        found = dict(self._options) | {"next_bias": None}
+    def run(self, *args: Any, **more: Any) -> Tensor:
+        """The operator with attention in front, of several layers' tensors."""
+        exchange = {} if self._exchange is None else {"exchange": self._exchange.addresses, "rank": self._exchange.rank}
+        return self._layers(*args, **more, **self._options, **exchange)
+
+    @property
+    def has_following(self) -> bool:
+        return len(self._products) == 4
+
+    def following_bias(self) -> bool:
+        """Whether the product behind the layer has a bias."""
+        return self.has_following and self._products[3].bias is not None
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Of both operators. The modules' tensors are looked up at every call: moving a module replaces them."""
+        found: dict[str, Tensor | None] = {"next_bias": None}
         for name, product in zip(("o", "gate_up", "down", "next"), self._products, strict=False):
             found |= {f"{name}_{part}": getattr(product, part) for part in self._parts}
             if name != "gate_up":
@@ -113,22 +127,26 @@ class Block:
         return found | {"mlp_norm": self._norms[0].weight, "next_norm": self._norms[1].weight}
 
     def includes(self, attention: Attention, step: OneToken) -> bool:
-        """Whether :meth:`with_attention` computes a token's attention, and should."""
+        """Whether :func:`launch` computes the layer of a token, and should."""
+        return self.most_layers(attention, step) > 0
+
+    def most_layers(self, attention: Attention, step: OneToken) -> int:
+        """Of a launch; 0: attention and block have launches of their own."""
         cache, table = step.k_cache, step.cos_sin
         if not cache.is_cuda or cache.dtype != self._norms[0].weight.dtype or attention.head_dim != _HEAD_DIM:
-            return False
+            return 0
         if attention.softcap or attention.sinks is not None or not attention.causal or table.shape[1] != _HEAD_DIM:
-            return False
+            return 0
         if (
             cache.stride() != step.v_cache.stride()
             or attention.rotary_dim not in (None, _HEAD_DIM)
             or cache.shape[1] & (cache.shape[1] - 1)
         ):
-            return False
+            return 0
         sizes = _sizes(self._products)
         sizes += (attention.heads, attention.heads_kv, step.block_table.shape[1] * cache.shape[1])
         weights = self._weights()
-        return weights is not None and _is_one_launch(sizes, cache.dtype, *weights, cache.device.index, is_batch_invariant())
+        return 0 if weights is None else _most_layers(sizes, cache.dtype, *weights, cache.device.index, is_batch_invariant())
 
     def _weights(self) -> tuple[str, int] | None:
         """What ``_plan_decoder_block`` takes of them."""
@@ -141,24 +159,68 @@ class Block:
             return None
         return ("blocks" if of_blocks.pop() else "rows"), -1
 
-    def with_attention(self, attention: Attention, qkv: Tensor, x: Tensor, step: OneToken, settled: bool) -> Tensor:
-        """qkv [1, (heads + 2 * heads_kv) * head_dim], x [1, hidden], which is written -> the next layer's qkv. settled: ``step`` keeps its
-        promise although the launch in front has not finished."""
-        q_norm, k_norm = attention.q_norm, attention.k_norm
-        return self._layer(
-            qkv.view(1, -1, attention.head_dim),
-            x,
-            *step,
-            q_weight=None if q_norm is None else q_norm.weight,
-            k_weight=None if k_norm is None else k_norm.weight,
-            scale=attention.scale,
-            window_left=attention.window,
-            qk_eps=0.0 if q_norm is None else q_norm.eps,
-            qk_weight_offset=0.0 if q_norm is None else q_norm.weight_offset,
-            constant=settled,
-            **({} if self._exchange is None else {"exchange": self._exchange.addresses, "rank": self._exchange.rank}),
-            **self._arguments(),
-        )
+    def key(self, attention: Attention) -> tuple:
+        """What layers of one launch have in common."""
+        norm = attention.q_norm
+        biases = [product.bias is None or product.bias.dtype for product in self._products if product is not self._products[1]]
+        heads = (attention.heads, attention.heads_kv, attention.scale, None if norm is None else (norm.eps, norm.weight_offset))
+        # The last product is another layer's, and there may be none.
+        return self._layers, _sizes(self._products)[:4], self._weights(), sorted(self._options.items()), heads, biases[:2], self._exchange
+
+
+class Part(NamedTuple):
+    """A layer of a launch."""
+
+    block: Block
+    attention: Attention
+    step: OneToken
+
+
+def continues(part: Part, first: Part) -> bool:
+    """Whether a layer can be in a launch with another one in front of it, ``first`` or layers behind that one."""
+    mine, theirs = part.step, first.step
+    shared = all(x is y or x.data_ptr() == y.data_ptr() for x, y in zip(mine[2:], theirs[2:], strict=True))
+    same_cache = mine.k_cache.shape == theirs.k_cache.shape and mine.k_cache.stride() == theirs.k_cache.stride()
+    following = first.block.following_bias() == part.block.following_bias() or not part.block.has_following
+    return shared and same_cache and following and part.block.key(part.attention) == first.block.key(first.attention)
+
+
+def launch(parts: list[Part], qkv: Tensor, x: Tensor, settled: bool) -> Tensor:
+    """Layers, one behind the other, of one token, in one launch.
+
+    Args:
+      parts: of layers that continue each other, no more than ``first.block.most_layers`` says.
+      qkv: [1, (heads + 2 * heads_kv) * head_dim], of the first; x: [1, hidden], which is written.
+      settled: the steps keep their promise although the launch in front has not finished.
+
+    Returns:
+      The qkv of the layer behind the last.
+    """
+    block, attention, step = parts[0]
+    norms = [(part.attention.q_norm, part.attention.k_norm) for part in parts if part.attention.q_norm is not None]
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.block.tensors().items():
+            found.setdefault(name, []).append(value)
+    # Layers alike have a tensor each, or none; a last layer without a product behind it has no bias of that.
+    lists = {name: [] if values[0] is None else values for name, values in found.items()}
+    if lists["next_bias"] and lists["next_bias"][-1] is None:
+        lists["next_bias"] = lists["next_bias"][:-1] + [lists["next_bias"][0][:0]]
+    return block.run(
+        qkv.view(1, -1, attention.head_dim),
+        x,
+        [part.step.k_cache for part in parts],
+        [part.step.v_cache for part in parts],
+        *step[2:],
+        q_weight=[q.weight for q, _ in norms],
+        k_weight=[k.weight for _, k in norms],
+        scale=attention.scale,
+        windows=[part.attention.window for part in parts],
+        qk_eps=norms[0][0].eps if norms else 0.0,
+        qk_weight_offset=norms[0][0].weight_offset if norms else 0.0,
+        constant=settled,
+        **lists,
+    )
 
 
 def _without_rows(part: str, x: Tensor) -> Tensor:
@@ -177,9 +239,10 @@ def _sizes(products: list[Projection]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _is_one_launch(sizes: tuple[int, ...], dtype: torch.dtype, weights: str, group_size: int, device: int, batch_invariant: bool) -> bool:
-    plan = torch.ops.minfer._plan_decoder_block(list(sizes), DTYPE_NAMES[dtype], weights, group_size, False, device)
-    return json.loads(plan)["one_launch"]
+def _most_layers(sizes: tuple[int, ...], dtype: torch.dtype, weights: str, group_size: int, device: int, batch_invariant: bool) -> int:
+    """Of one launch; 0: the block is not one."""
+    plan = json.loads(torch.ops.minfer._plan_decoder_block(list(sizes), DTYPE_NAMES[dtype], weights, group_size, False, device))
+    return plan["most_layers"] if plan["one_launch"] else 0
 
 
 def between(layer: DecoderLayer, following: DecoderLayer | None, exchange: LayerExchange | None = None) -> Block | None:
@@ -208,15 +271,15 @@ def between(layer: DecoderLayer, following: DecoderLayer | None, exchange: Layer
         return None
     if is_dense(down) and not _is_worth_it(products):
         return None
-    call, layer_call, parts, most_tokens, options = found
+    call, layers_call, parts, most_tokens, options = found
     options |= dict(eps=mlp_norm.eps, weight_offset=mlp_norm.weight_offset, activation=first.activation)
-    return Block(call, layer_call, parts, products, mlp_norm, next_norm, most_tokens, options, exchange if divided else None)
+    return Block(call, layers_call, parts, products, mlp_norm, next_norm, most_tokens, options, exchange if divided else None)
 
 
 def _is_worth_it(products: list[Projection]) -> bool:
     """Whether the block of 16-bit weights is one launch: of its operators, those that a norm and a product have together are faster."""
     weight = products[0].weight
-    return not weight.is_cuda or _is_one_launch(_sizes(products), weight.dtype, "dense", -1, weight.device.index, is_batch_invariant())
+    return not weight.is_cuda or _most_layers(_sizes(products), weight.dtype, "dense", -1, weight.device.index, is_batch_invariant()) > 0
 
 
 def _operator_of(
@@ -226,11 +289,11 @@ def _operator_of(
     weights."""
     ops = torch.ops.minfer
     if all(is_dense(product) for product in products):
-        return decoder_block, ops._decoder_layer, ("weight",), MOST_TOKENS_OF_DENSE, {}
+        return decoder_block, ops._decoder_layers, ("weight",), MOST_TOKENS_OF_DENSE, {}
     if all(scaled_fp8(product) is not None for product in products):
-        return fp8_decoder_block, ops._fp8_decoder_layer, ("weight", "scale"), MOST_TOKENS_OF_FP8, {}
+        return fp8_decoder_block, ops._fp8_decoder_layers, ("weight", "scale"), MOST_TOKENS_OF_FP8, {}
     group_sizes = {packed_int4(product) for product in products}
     if len(group_sizes) != 1 or None in group_sizes:
         return None
     options = {"group_size": group_sizes.pop()}
-    return w4a16_decoder_block, ops._w4a16_decoder_layer, ("qweight", "scales"), MOST_TOKENS_OF_INT4, options
+    return w4a16_decoder_block, ops._w4a16_decoder_layers, ("qweight", "scales"), MOST_TOKENS_OF_INT4, options

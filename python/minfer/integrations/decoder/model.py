@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...distributed.tensor_parallel import TensorParallel, borders
 from ...ops.fused import embedding
-from .block import MOST_TOKENS, AttendsToOne, between, parts_of
+from .block import MOST_TOKENS, AttendsToOne, Block, Part, between, continues, launch, parts_of
 from .layer import Attend, DecoderLayer
 from .norm import Norm
 from .projection import Projection
@@ -68,21 +68,49 @@ class DecoderModel:
             x = x + embedding(positions, self.position_embedding)
         tokens = x.shape[0]
         pending = qkv = None
-        for layer, following, own in zip(self.layers, [*self.layers[1:], None], attend, strict=True):
+        index = 0
+        while index < len(self.layers):
+            layer, own = self.layers[index], attend[index]
             if qkv is None:
                 qkv = layer.in_front_of_attention(x, pending)
-            block = between(layer, following, self.layer_exchange) if tokens <= MOST_TOKENS else None
-            if block is not None and tokens <= block.most_tokens:
-                one = own.one_token(layer.attention) if tokens == 1 and isinstance(own, AttendsToOne) else None
-                if one is not None and block.includes(layer.attention, one):
-                    qkv, pending = block.with_attention(layer.attention, qkv, x, one, settled=layer is not self.layers[0]), None
-                    continue
-                if not block.needs_attention:
-                    qkv, pending = block(own(layer.attention, qkv), x), None
-                    continue
+            if parts := self._launch_of(index, attend, tokens):
+                qkv, pending = launch(parts, qkv, x, settled=index > 0), None
+                index += len(parts)
+                continue
+            index += 1
+            block = self._block_of(index - 1, tokens)
+            if block is not None and not block.needs_attention:
+                qkv, pending = block(own(layer.attention, qkv), x), None
+                continue
             x, pending = layer.behind_attention(x, own(layer.attention, qkv))
             qkv = None
         return x, pending
+
+    def _block_of(self, index: int, tokens: int) -> Block | None:
+        following = self.layers[index + 1] if index + 1 < len(self.layers) else None
+        block = between(self.layers[index], following, self.layer_exchange) if tokens <= MOST_TOKENS else None
+        return block if block is not None and tokens <= block.most_tokens else None
+
+    def _part_of(self, index: int, attend: Sequence[Attend], tokens: int) -> Part | None:
+        """The layer as one of a launch."""
+        attention, own = self.layers[index].attention, attend[index]
+        block = self._block_of(index, tokens) if tokens == 1 and isinstance(own, AttendsToOne) else None
+        step = None if block is None else own.one_token(attention)
+        return Part(block, attention, step) if step is not None and block.includes(attention, step) else None
+
+    def _launch_of(self, index: int, attend: Sequence[Attend], tokens: int) -> list[Part]:
+        """The layers from one on that are one launch: as many as are alike, in launches of about as many each."""
+        first = self._part_of(index, attend, tokens)
+        if first is None:
+            return []
+        parts, most = [first], first.block.most_layers(first.attention, first.step)
+        for behind in range(index + 1, len(self.layers) if most > 1 else 0):
+            part = self._part_of(behind, attend, tokens)
+            if part is None or not continues(part, first) or part.block.most_layers(part.attention, part.step) < 2:
+                break
+            parts.append(part)
+        launches = -(-len(parts) // most)
+        return parts[: -(-len(parts) // launches)]
 
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
         """[rows, hidden] of :meth:`hidden`, which may be written -> float32 [rows, vocabulary]."""
