@@ -1,7 +1,6 @@
 // The sum of few numbers over the GPUs of a host (minfer/all_reduce.h).
 //
-// Packets are of 16 bytes: twice four bytes of numbers and a flag, which says the epoch. The two halves are 8 bytes each, which arrive
-// whole over NVLink and PCIe; so the data says by itself that it is there, without a fence and a second trip. After NCCL's LL protocol.
+// Packets: reduce_packets.cuh.
 //
 // Walk: a thread sends a vector of 8 numbers to the same place of every other rank's buffer, then waits for the other ranks' in its own.
 // CTAs are started in the order of their numbers, on every rank, and a CTA waits only for the CTAs of its number, which have sent before
@@ -9,9 +8,7 @@
 // Dependent launch: the next kernels' weights are on their way while this one waits for the other GPUs.
 #include "common/dependent_launch.cuh"
 #include "common/kernel_launch.h"
-#include "distributed/epoch.cuh"
-#include "distributed/vector_sum.cuh"
-#include "minfer/all_reduce.h"
+#include "distributed/reduce_packets.cuh"
 
 namespace minfer {
 
@@ -23,48 +20,9 @@ constexpr int kMostThreads = 256, kFewThreads = 128, kCtasPerSm = 2;
 struct ReduceParams {
   void const* x;
   void* out;
-  int64_t vectors, most;  // vectors: of this sum, and those that buffers are for
-  int32_t rank;
-  char* buffers[kMostReduceRanks];
+  int64_t vectors;  // of this sum
+  ReduceBuffers buffers;
 };
-
-struct ReducePacket {
-  uint64_t first, second;  // numbers in the low half, the flag in the high one
-};
-
-__device__ __forceinline__ void send(ReducePacket* to, uint32_t first, uint32_t second, uint32_t flag) {
-  uint64_t const tag = uint64_t(flag) << 32;
-  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(tag | first), "l"(tag | second) : "memory");
-}
-__device__ __forceinline__ ReducePacket poll(ReducePacket const* from) {
-  ReducePacket packet;
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(packet.first), "=l"(packet.second) : "l"(from) : "memory");
-  return packet;
-}
-__device__ __forceinline__ bool has_come(ReducePacket const& packet, uint32_t flag) {
-  return uint32_t(packet.first >> 32) == flag && uint32_t(packet.second >> 32) == flag;
-}
-
-/// Waits until both packets of every other rank's vector are here, which are polled together. packets(rank): the first; the second is
-/// `apart` behind it.
-template <int kRanks, class Packets>
-__device__ __forceinline__ void receive(ReducePacket (&found)[kRanks][kHalves], Packets const& packets, int64_t apart, int own,
-                                        uint32_t flag) {
-  for (Patience patience;; patience.poll()) {
-#pragma unroll
-    for (int rank = 0; rank < kRanks; ++rank) {
-      if (rank == own) continue;
-      found[rank][0] = poll(packets(rank));
-      found[rank][1] = poll(packets(rank) + apart);
-    }
-    bool all = true;
-#pragma unroll
-    for (int rank = 0; rank < kRanks; ++rank) {
-      all = all && (rank == own || (has_come(found[rank][0], flag) && has_come(found[rank][1], flag)));
-    }
-    if (all) return;
-  }
-}
 
 template <DataType kType, int kRanks>
 __global__ void __launch_bounds__(kMostThreads) all_reduce_kernel(__grid_constant__ ReduceParams const params) {
@@ -72,35 +30,18 @@ __global__ void __launch_bounds__(kMostThreads) all_reduce_kernel(__grid_constan
   allow_dependent_launch();
   wait_for_predecessor();
 #endif
-  auto* const header = reinterpret_cast<ExchangeHeader*>(params.buffers[params.rank]);
-  uint64_t const epoch = begin_epoch(header);
-  uint32_t const flag = uint32_t(epoch % 0xffffffffu) + 1;  // never that of zeros; the next epoch's is another
-  auto const packets = [&](int buffer, int rank) {
-    int64_t const place = (int64_t(epoch % kEpochs) * kRanks + rank) * kHalves * params.most;
-    return reinterpret_cast<ReducePacket*>(params.buffers[buffer] + sizeof(ExchangeHeader)) + place;
-  };
+  ReduceEpoch<kRanks> const epoch(params.buffers);
   int64_t const step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t v = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; v < params.vectors; v += step) {
     uint4 const own = load_operand(static_cast<uint4 const*>(params.x) + v);
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i) {
-      int const to = params.rank + i < kRanks ? params.rank + i : params.rank + i - kRanks;
-      ReducePacket* const place = packets(to, params.rank) + v;
-      send(place, own.x, own.y, flag);
-      send(place + params.most, own.z, own.w, flag);
-    }
-    ReducePacket found[kRanks][kHalves] = {};
-    receive<kRanks>(found, [&](int rank) { return packets(params.rank, rank) + v; }, params.most, params.rank, flag);
+    epoch.send(v, own);
+    typename ReduceEpoch<kRanks>::Found found[1] = {};
+    epoch.receive(found, v, 0, 1);
     float sums[kVectorElements] = {};
-#pragma unroll
-    for (int rank = 0; rank < kRanks; ++rank) {
-      auto const& [low, high] = found[rank];
-      bool const here = rank == params.rank;
-      add<kType>(sums, here ? own : make_uint4(uint32_t(low.first), uint32_t(low.second), uint32_t(high.first), uint32_t(high.second)));
-    }
+    epoch.template add_all<kType>(sums, found[0], own);
     static_cast<uint4*>(params.out)[v] = rounded<kType>(sums);
   }
-  end_epoch(header, epoch);
+  epoch.end();
 }
 
 template <DataType kType>
@@ -109,24 +50,13 @@ Status launch_all_reduce(AllReduce const& arguments, DeviceProperties const& dev
   params.x = arguments.x;
   params.out = arguments.out;
   params.vectors = arguments.count / kVectorElements;
-  params.most = (arguments.most + kVectorElements - 1) / kVectorElements;
-  params.rank = arguments.rank;
-  for (int i = 0; i < arguments.ranks; ++i) params.buffers[i] = static_cast<char*>(arguments.buffers[i]);
+  params.buffers = ReduceBuffers::of(arguments.buffers, arguments.ranks, arguments.rank, arguments.most);
   shape.threads = params.vectors <= int64_t(kFewThreads) * device.sm_count ? kFewThreads : kMostThreads;
   int64_t const ctas = (params.vectors + shape.threads - 1) / shape.threads, most = int64_t(kCtasPerSm) * device.sm_count;
   shape.grid = dim3(unsigned(ctas < most ? ctas : most));
-  char const* what = "launch of all_reduce";
-  switch (arguments.ranks) {
-    case 2: return launch(shape, what, &all_reduce_kernel<kType, 2>, params);
-    case 3: return launch(shape, what, &all_reduce_kernel<kType, 3>, params);
-    case 4: return launch(shape, what, &all_reduce_kernel<kType, 4>, params);
-    case 5: return launch(shape, what, &all_reduce_kernel<kType, 5>, params);
-    case 6: return launch(shape, what, &all_reduce_kernel<kType, 6>, params);
-    case 7: return launch(shape, what, &all_reduce_kernel<kType, 7>, params);
-    case 8: return launch(shape, what, &all_reduce_kernel<kType, 8>, params);
-    default:
-      return Status::failure(StatusCode::kNotSupported, "%d ranks; there are kernels for 2 to %d", arguments.ranks, kMostReduceRanks);
-  }
+  return for_ranks(arguments.ranks, [&](auto ranks) {
+    return launch(shape, "launch of all_reduce", &all_reduce_kernel<kType, decltype(ranks)::value>, params);
+  });
 }
 
 }  // namespace
