@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import minfer
 import torch
 import torch.distributed as dist
 from minfer.distributed import TensorParallel
@@ -38,14 +39,22 @@ _LAYERS = 2  # that are made
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Collectives of activations that do nothing."""
-    kept = TensorParallel.all_reduce, TensorParallel.gather_columns
-    TensorParallel.all_reduce = lambda self, x: x
+    """Collectives of activations that do nothing; what is behind a sum in the same launch is a launch of its own."""
+
+    def norm(self, x, residual, weight, eps=1e-6, weight_offset=0.0):
+        if residual is None:
+            return minfer.rms_norm(x, weight, eps, weight_offset=weight_offset)
+        return minfer.add_rms_norm(x, residual, weight, eps, weight_offset=weight_offset)
+
+    names = ("all_reduce", "all_reduce_rms_norm", "gather_columns")
+    kept = {name: getattr(TensorParallel, name) for name in names}
+    TensorParallel.all_reduce, TensorParallel.all_reduce_rms_norm = lambda self, x: x, norm
     TensorParallel.gather_columns = lambda self, x, widths: x.repeat(1, self.ranks)[:, : sum(widths)]
     try:
         yield
     finally:
-        TensorParallel.all_reduce, TensorParallel.gather_columns = kept
+        for name, method in kept.items():
+            setattr(TensorParallel, name, method)
 
 
 def engine_of(name: str, form: str, parallel: TensorParallel | None, rows: int, longest: int, layers: int | None) -> Engine:

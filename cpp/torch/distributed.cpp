@@ -2,6 +2,7 @@
 // through.
 #include <cstring>
 
+#include "core/batch_invariance.h"
 #include "core/checks.h"
 #include "core/device.h"
 #include "core/json.h"
@@ -14,27 +15,78 @@ namespace minfer::torch_binding {
 
 namespace {
 
+/// The ranks' exchange buffers, into a description of a sum through them.
+template <class Sum>
+void set_buffers(char const* op, std::vector<int64_t> const& buffers, int64_t rank, int64_t most, Sum* sum) {
+  int64_t const ranks = int64_t(buffers.size());
+  if (ranks < 2 || ranks > kMostReduceRanks) fail(op, ": buffers must be of 2 to ", kMostReduceRanks, " ranks, got ", ranks);
+  if (rank < 0 || rank >= ranks) fail(op, ": rank must be that of a buffer, got ", rank);
+  sum->ranks = int32_t(ranks);
+  sum->rank = int32_t(rank);
+  sum->most = most;
+  for (int64_t i = 0; i < ranks; ++i) sum->buffers[i] = reinterpret_cast<void*>(buffers[size_t(i)]);
+}
+
 /// x becomes the sum of all ranks'.
 void all_reduce_in_place(Tensor const& x, std::vector<int64_t> const& buffers, int64_t rank, int64_t most) {
   char const* op = "minfer::_all_reduce";
   check_16bit(op, "x", x);
-  int64_t const ranks = int64_t(buffers.size()), count = x.numel();
+  int64_t const count = x.numel();
   if (!x.is_contiguous() || !x.is_aligned(16) || count % 8 != 0 || count > most) {
     fail(op, ": x must be contiguous, aligned to 16 bytes, of a multiple of 8 and at most ", most, " elements, got ", x);
   }
-  if (ranks < 2 || ranks > kMostReduceRanks) fail(op, ": buffers must be of 2 to ", kMostReduceRanks, " ranks, got ", ranks);
-  if (rank < 0 || rank >= ranks) fail(op, ": rank must be that of a buffer, got ", rank);
-  OnDevice const on(op, x);
   AllReduce sum{};
+  set_buffers(op, buffers, rank, most, &sum);
+  OnDevice const on(op, x);
   sum.type = data_type(x.scalar_type());
   sum.x = sum.out = x.data_ptr();
   sum.count = count;
-  sum.ranks = int32_t(ranks);
-  sum.rank = int32_t(rank);
-  sum.most = most;
-  for (int64_t i = 0; i < ranks; ++i) sum.buffers[i] = reinterpret_cast<void*>(buffers[size_t(i)]);
   Status const status = all_reduce(sum, on.properties(), on.programmatic(), on.stream());
   if (!status.ok()) fail(op, ": x ", x, ": ", status.message);
+}
+
+/// residual, or x where there is none, becomes the sum; returns its norm.
+Tensor all_reduce_rms_norm_in_place(Tensor const& x, std::optional<Tensor> const& residual, Tensor const& weight, double eps,
+                                    double weight_offset, std::vector<int64_t> const& buffers, int64_t rank, int64_t most) {
+  char const* op = "minfer::_all_reduce_rms_norm";
+  check_16bit(op, "x", x);
+  auto const check_rows = [&](char const* name, Tensor const& rows) {
+    if (!rows.is_contiguous() || !rows.is_aligned(16)) fail(op, ": ", name, " must be contiguous and aligned to 16 bytes, got ", rows);
+  };
+  int64_t const count = x.numel(), width = x.dim() > 0 ? x.size(x.dim() - 1) : 0;
+  if (width == 0 || width % 8 != 0 || width > kMostReduceNormWidth || count > most) {
+    fail(op, ": x must have rows of a multiple of 8 and at most ", kMostReduceNormWidth, " elements, and at most ", most, " in all, got ",
+         x);
+  }
+  check_rows("x", x);
+  if (residual) {
+    check_operand(op, "residual", *residual, x.scalar_type(), x.sizes(), {"x", x});
+    check_rows("residual", *residual);
+    check_no_overlap(op, *residual, "x", x, "residual");
+    check_no_overlap(op, *residual, "weight", weight, "residual");
+  } else {
+    check_no_overlap(op, x, "weight", weight, "x");
+  }
+  check_operand(op, "weight", weight, x.scalar_type(), {width}, {"x", x});
+  check_rows("weight", weight);
+  AllReduceRmsNorm sum{};
+  sum.eps = eps_in_float32(op, eps);
+  sum.weight_offset = in_float32(op, "weight_offset", weight_offset);
+  set_buffers(op, buffers, rank, most, &sum);
+  OnDevice const on(op, x);
+  Tensor const out = allocate(op, x, x.sizes(), x.scalar_type(), "the norm of x ", x);
+  sum.type = data_type(x.scalar_type());
+  sum.x = x.data_ptr();
+  sum.sum = residual ? residual->data_ptr() : x.data_ptr();
+  sum.adds = residual.has_value();
+  sum.weight = weight.data_ptr();
+  sum.out = out.data_ptr();
+  sum.rows = count / width;
+  sum.width = width;
+  sum.batch_invariant = batch_invariant();
+  Status const status = all_reduce_rms_norm(sum, on.properties(), on.programmatic(), on.stream());
+  if (!status.ok()) fail(op, ": x ", x, ": ", status.message);
+  return out;
 }
 
 int64_t exchange_bytes(int64_t most, int64_t ranks) { return int64_t(all_reduce_bytes(most, int32_t(ranks))); }
@@ -154,6 +206,11 @@ void release_peer_memory(Tensor const& like, int64_t address, bool mapped) {
 constexpr Operator kOperators[] = {
     // x becomes the sum of all ranks' x; buffers: where this process has all ranks' exchange buffers, each for `most` numbers.
     {"_all_reduce(Tensor(a!) x, int[] buffers, int rank, int most) -> ()", boxed<&all_reduce_in_place>},
+    // The same, and what is behind it: residual, or x where there is none, becomes the sum of all ranks' x and the residual. Returns the
+    // norm of its rows.
+    {"_all_reduce_rms_norm(Tensor(a!) x, Tensor(b!)? residual, Tensor weight, float eps, float weight_offset, int[] buffers, int rank, "
+     "int most) -> Tensor",
+     boxed<&all_reduce_rms_norm_in_place>},
     // x's rows, weights [tokens, top_k] and ids to the ranks that have experts of them; most: what buffers are for. Then this rank's buffer
     // has all ranks' tokens, [ranks * capacity] places.
     {"_send_tokens(Tensor x, Tensor weights, Tensor ids, int[] buffers, int rank, int most, int capacity, int experts) -> ()",

@@ -17,7 +17,16 @@ from minfer.integrations.transformers import optimize  # noqa: E402
 from minfer.quantize import quantize_fp8_weight, quantize_int8_weight, quantize_w4, quantize_w8  # noqa: E402
 
 from ..integrations.tiny_models import CONFIGS, tiny_model  # noqa: E402
-from .cases import architectures, quantised, run_ranks, sampled, sums_in_order  # noqa: E402
+from .cases import (  # noqa: E402
+    architectures,
+    architectures_with_sums_left,
+    invariant_requests,
+    norms_of_sums,
+    quantised,
+    run_ranks,
+    sampled,
+    sums_in_order,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _SIZES = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, head_dim=64)
@@ -66,6 +75,26 @@ def test_draws(tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_batch_invariant_sums(tmp_path, ranks):
     assert run_ranks(ranks, "cpu", tmp_path, sums_in_order) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_norms_of_sums(tmp_path, ranks):
+    found = run_ranks(ranks, "cpu", tmp_path, norms_of_sums)
+    assert not found[0]["wrong"] and found == [found[0]] * ranks
+
+
+def test_sums_that_are_left_to_norms(tmp_path):
+    """RMS norms of all kinds of layers make the sums behind them, the last one of the model included; layer norms and norms of outputs
+    leave them alone."""
+    names = ["llama", "qwen3_moe", "gemma3", "gpt2"]
+    first, second = run_ranks(2, "cpu", tmp_path, architectures_with_sums_left, names)
+    assert first == second
+    assert first["llama, sums"]["with a residual"] > 0 and first["qwen3_moe, sums"]["with a residual"] > 0
+    assert first["gemma3, sums"] == first["gpt2, sums"] == {}
+
+
+def test_batch_invariant_requests(tmp_path):
+    assert run_ranks(2, "cpu", tmp_path, invariant_requests, ["llama", "qwen3_moe"]) == [[], []]
 
 
 # ---- parts of weights ------------------------------------------------------------------------------------------------------------

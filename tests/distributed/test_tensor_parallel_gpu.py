@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from ..integrations.tiny_models import CONFIGS  # noqa: E402
-from .cases import architectures, quantised, run_ranks, sampled, sums, sums_in_order  # noqa: E402
+from .cases import architectures, invariant_requests, norms_of_sums, quantised, run_ranks, sampled, sums, sums_in_order  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs")]
 
@@ -37,6 +37,22 @@ def test_sums(tmp_path):
     assert not first["wrong"] and first == second, (first, second)
     if torch.cuda.can_device_access_peer(0, 1):
         assert first["peers"]
+
+
+@pytest.mark.parametrize("peer_memory", ["1", "0"])
+def test_norms_of_sums(tmp_path, monkeypatch, peer_memory):
+    """One launch for the sum, the residual and the norm, and what takes its place without peer memory."""
+    monkeypatch.setenv("MINFER_PEER_MEMORY", peer_memory)
+    first, second = run_ranks(2, "cuda", tmp_path, norms_of_sums)
+    assert not first["wrong"] and first == second, (first, second)
+    if torch.cuda.can_device_access_peer(0, 1):
+        assert first["peers"] == (peer_memory == "1") and (first["one launch"] > 0) == first["peers"]
+
+
+@pytest.mark.parametrize("peer_memory", ["1", "0"])
+def test_batch_invariant_requests(tmp_path, monkeypatch, peer_memory):
+    monkeypatch.setenv("MINFER_PEER_MEMORY", peer_memory)
+    assert run_ranks(2, "cuda", tmp_path, invariant_requests, ["llama", "qwen3_moe"]) == [[], []]
 
 
 @pytest.mark.parametrize("peer_memory", ["1", "0"])

@@ -18,6 +18,7 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/float16.cuh"
+#include "common/opaque.cuh"
 #include "common/packet.cuh"
 #include "decoder_block/layout.h"
 #include "fused/row_operation.cuh"
@@ -93,10 +94,10 @@ __device__ __forceinline__ void read_sequence(AttentionParams const& p, Sequence
   }
 }
 
-/// The same number, of which the compiler does not know that: what follows from it is computed anew where it is used, and takes no registers
-/// until then.
+/// The same number, of which the compiler does not know that: what follows from it is computed where it is used, and takes no registers until
+/// then.
 __device__ __forceinline__ int opaque(int x) {
-  asm volatile("" : "+r"(x));
+  make_opaque(x);
   return x;
 }
 

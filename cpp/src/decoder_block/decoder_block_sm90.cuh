@@ -34,7 +34,7 @@
 #include "decoder_block/int4_weights_sm90.cuh"
 #include "decoder_block/layout.h"
 #include "distributed/epoch.cuh"
-#include "distributed/reduce_packets.cuh"
+#include "distributed/peer_packets.cuh"
 #include "fused/row_operation.cuh"
 
 namespace minfer::decoder_block {
@@ -805,9 +805,9 @@ class DecoderBlock {
 
   // Of a layer that is divided among GPUs: the ranks' parts of products 0 and 2. Every rank sends its own to all, itself among them, and
   // adds up all of them in the order of the ranks, so that all have the same bits.
-  __device__ __forceinline__ distributed::ReducePacket* part_of(int buffer, int layer, int i, int rank, int column) const {
+  __device__ __forceinline__ distributed::PeerPacket* part_of(int buffer, int layer, int i, int rank, int column) const {
     int64_t const row = (int64_t(epoch_of(layer) % distributed::kEpochs) * kExchanges + i / 2) * p_.ranks + rank;
-    return reinterpret_cast<distributed::ReducePacket*>(p_.exchange[buffer] + sizeof(distributed::ExchangeHeader)) +
+    return reinterpret_cast<distributed::PeerPacket*>(p_.exchange[buffer] + sizeof(distributed::ExchangeHeader)) +
            row * (p_.products[i].columns / 2) + column / 2;
   }
   __device__ __forceinline__ void send_part(int layer, int i, int column, float part, int lane) const {
@@ -824,9 +824,9 @@ class DecoderBlock {
 #pragma unroll 1
     for (int first = 0; first < p_.ranks; first += 2) {  // a rank for each half of the warp
       int const rank = first + lane / 16;
-      distributed::ReducePacket found{};
+      distributed::PeerPacket found{};
       if (inside && rank < p_.ranks) {
-        distributed::ReducePacket const* const from = part_of(p_.rank, layer, i, rank, column);
+        distributed::PeerPacket const* const from = part_of(p_.rank, layer, i, rank, column);
         for (distributed::Patience patience; found = distributed::poll(from), !distributed::has_come(found, flag);) patience.poll();
       }
       __syncwarp();

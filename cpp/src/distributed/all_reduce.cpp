@@ -14,6 +14,7 @@ size_t all_reduce_bytes(int64_t most, int32_t ranks) {
 
 #if !MINFER_WITH_CUDA
 Status all_reduce(AllReduce const&, DeviceProperties const&, bool, Stream) { return without_cuda(); }
+Status all_reduce_rms_norm(AllReduceRmsNorm const&, DeviceProperties const&, bool, Stream) { return without_cuda(); }
 Status allocate_peer_memory(size_t, void**, PeerHandle*) { return without_cuda(); }
 Status free_peer_memory(void*) { return without_cuda(); }
 Status open_peer_memory(PeerHandle const&, void**) { return without_cuda(); }

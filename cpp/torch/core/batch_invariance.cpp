@@ -31,6 +31,7 @@ thread_local int64_t of_thread = -1;
 constexpr std::string_view kInvariant[] = {
     // sums over GPUs, in the order of the ranks
     "_all_reduce",
+    "_all_reduce_rms_norm",
     "_allocate_peer_memory",
     "_open_peer_memory",
     "_release_peer_memory",

@@ -5,8 +5,8 @@
     completions = minfer.generate(handle, prompts)                                       # on every rank, with the same prompts
 
 Heads of attention, columns of an MLP and experts are divided. What the parts of a block add up to is summed over the ranks behind its last
-product: two all-reduces a layer, of [tokens, hidden]. Rows of the head are divided, and logits gathered. Norms, routers and embeddings are
-everywhere.
+product: two all-reduces a layer, of [tokens, hidden]; of few tokens the norms behind them are part of their launches. Rows of the head are
+divided, and logits gathered. Norms, routers and embeddings are everywhere.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._core.batch_invariance import is_batch_invariant
 from ..checks.common import Checker
+from ..ops.fused import add_rms_norm, rms_norm
 from .layer_exchange import LayerExchange, open_layer_exchange
 from .peer_exchange import PeerExchange
 from .peer_memory import PeerMemory
@@ -83,20 +84,82 @@ class TensorParallel:
         elif is_batch_invariant() and self.ranks > 1:
             if x.numel() > 0:
                 x.copy_(self._sum_in_order(x))
-        else:
+        elif x.is_contiguous():
             dist.all_reduce(x, group=self.group)
+        else:  # of which NCCL takes none, and gloo adds up other elements
+            own = x.contiguous()
+            dist.all_reduce(own, group=self.group)
+            x.copy_(own)
         return x
 
-    def _sum_in_order(self, x: Tensor) -> Tensor:
-        """The ranks' sum as :class:`PeerExchange` has it. Each rank adds up a part, of which every other one sends it its own."""
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0
+    ) -> Tensor:
+        """The sum of all ranks' x, a residual, and the RMS norm: what stands behind a divided product in a layer.
+
+            residual += sum of the ranks' x                 # or x becomes the sum, where residual is None
+            return residual / sqrt(mean(residual^2) + eps) * (weight + weight_offset)
+
+        Of few numbers it is one launch where the ranks' GPUs reach each other's memory (see :meth:`leaves_sums_to_norms`), else
+        :meth:`all_reduce` and :func:`minfer.add_rms_norm` or :func:`minfer.rms_norm`.
+
+        Args:
+          x: [.., width], this rank's part, float16 or bfloat16. It becomes the sum where residual is None; else its values are not defined
+            afterwards.
+          residual: x's shape and dtype, the same on all ranks, or None; it becomes the sum of all ranks' x and itself. It shares no memory
+            with x.
+          weight: [width], x's dtype; eps, weight_offset: as in :func:`minfer.rms_norm`. The same on all ranks.
+
+        Returns:
+          A tensor of x's shape and dtype.
+
+        Numerics: in one launch, and always in the batch-invariant mode, parts are added up in float32 in the order of the ranks, then the
+        residual is added, and the sum is rounded once. Elsewhere a collective's sum is rounded before the residual is added. The norm is of
+        the rounded sum, in float32, and rounded once. All ranks have the same bits, of the sum and of the norm.
+        In the batch-invariant mode a row's bits are those that it has alone, however many rows x has.
+
+        Raises:
+          RuntimeError: an argument has another shape, dtype or device.
+        """
+        width = x.shape[-1] if x.dim() > 0 else 0
+        if self._exchange is not None and x.is_cuda and width > 0 and self._exchange.takes_norms(x.numel() // width, width, x.dtype):
+            return self._exchange.all_reduce_rms_norm(x, residual, weight, eps, weight_offset)
+        if residual is not None and is_batch_invariant() and self.ranks > 1:
+            if x.numel() > 0:
+                residual.copy_(self._sum_in_order(x, residual))
+            return rms_norm(residual, weight, eps, weight_offset=weight_offset)
+        self.all_reduce(x)
+        if residual is None:
+            return rms_norm(x, weight, eps, weight_offset=weight_offset)
+        return add_rms_norm(x, residual, weight, eps, weight_offset=weight_offset)
+
+    def leaves_sums_to_norms(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether sums of [rows, width] had better be made by :meth:`all_reduce_rms_norm` with what is behind them, where that is an RMS
+        norm: they are one launch with it.
+
+        In the batch-invariant mode all are, so that the residual is added at the same place to few rows and to many.
+        """
+        if is_batch_invariant():
+            return True
+        return self._exchange is not None and self._exchange.takes_norms(rows, width, dtype)
+
+    def _sum_in_order(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The ranks' sum, and the residual, as :class:`PeerExchange` has it. Each rank adds up a part, of which every other one sends it
+        its own."""
         part = -(-x.numel() // self.ranks)
-        own = torch.nn.functional.pad(x.flatten(), (0, self.ranks * part - x.numel())).contiguous()
+
+        def in_parts(x: Tensor) -> Tensor:
+            return torch.nn.functional.pad(x.flatten(), (0, self.ranks * part - x.numel())).contiguous()
+
+        own = in_parts(x)
         parts = torch.empty_like(own)
         # Bytes: not every backend knows bfloat16.
         dist.all_to_all_single(parts.view(torch.uint8), own.view(torch.uint8), group=self.group)
         total = torch.zeros(part, dtype=torch.float32, device=x.device)
         for of_rank in parts.view(self.ranks, part):
             total += of_rank
+        if residual is not None:
+            total += in_parts(residual).view(self.ranks, part)[self.rank]
         _gather_into(own.view(torch.uint8), total.to(x.dtype).view(torch.uint8), self.group)
         return own[: x.numel()].view(x.shape)
 

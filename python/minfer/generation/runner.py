@@ -26,6 +26,7 @@ from .._core import batch_invariance
 from ..formats.kv_cache import KvCache, allocate_kv_cache
 from ..integrations.decoder import Attention
 from ..integrations.decoder.block import AttendsToOne, OneToken
+from ..integrations.decoder.layer import Pending
 from ..integrations.decoder.model import DecoderModel
 from ..ops.attention import attention_paged
 from ..ops.kv_cache import kv_cache_append, qk_norm_rope_append
@@ -369,9 +370,7 @@ class Runner:
                 found.append(sample(logits, temperature=0.0, allowed=allowed)[1])
         return torch.cat(found).cpu()
 
-    def _hidden_of_chunks(
-        self, longs: Tensor, of_rows: Tensor, table: Tensor, longest: int, ragged: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    def _hidden_of_chunks(self, longs: Tensor, of_rows: Tensor, table: Tensor, longest: int, ragged: bool = True) -> tuple[Tensor, Pending]:
         """``model.hidden`` of chunks.
 
         Args:
@@ -385,12 +384,12 @@ class Runner:
         tokens = torch.where(longs[0] < 0, self.ids[(-1 - longs[0]).clamp_min(0)], longs[0])
         return self._hidden(tokens, step)
 
-    def _hidden(self, ids: Tensor, step: _StepTensors) -> tuple[Tensor, Tensor | None]:
+    def _hidden(self, ids: Tensor, step: _StepTensors) -> tuple[Tensor, Pending]:
         for attend in self.attend:
             attend.step = step
         return self.model.hidden(ids, step.positions, self.attend)
 
-    def _draw(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor | None, offsets: Tensor, draws: _Draws) -> list[Tensor]:
+    def _draw(self, hidden: tuple[Tensor, Pending], rows: Tensor | None, offsets: Tensor, draws: _Draws) -> list[Tensor]:
         """Draws a token of each row, which becomes its newest one. rows: which they are; None: the first ones."""
         count = hidden[0].shape[0]
 
@@ -499,14 +498,14 @@ class _ChunkGraph:
         self._of_rows = torch.zeros(2, 1 + rows, dtype=torch.int32, device=device)
         self._table = torch.zeros(rows, width, dtype=torch.int32, device=device)
 
-        def step() -> tuple[Tensor | None, ...]:
+        def step() -> tuple[Pending, ...]:
             hidden = runner._hidden_of_chunks(self._longs, self._of_rows, self._table, longest)
             last = (self._of_rows[1].cumsum(0)[1:] - 1).clamp_min(0)
             return tuple(None if x is None else x[last] for x in hidden)
 
         self._graph, self._hidden = runner._capture(step)
 
-    def run(self, longs: Tensor, of_rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(self, longs: Tensor, of_rows: Tensor, table: Tensor) -> tuple[Tensor, Pending]:
         """The last token's of each row, until the next run; the arguments are as of ``_hidden_of_chunks``, on the host."""
         inputs = torch.zeros(3, self._longs.shape[1], dtype=torch.int64)
         inputs[2].fill_(-1)

@@ -10,6 +10,7 @@ from ...ops.grouped_gemm import moe_ffn
 from ...ops.moe_routing import moe_router, moe_router_gemm
 from ...quantize.experts import W4Experts
 from ...quantize.scaled_experts import ScaledExperts
+from .partial_sum import PartialSum
 from .projection import Projection
 
 
@@ -127,6 +128,10 @@ class Experts(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.apply(x, *self.router(x))
+
+    def partial_sum(self, x: Tensor) -> PartialSum | None:
+        """As that of a :class:`Projection`."""
+        return None
 
     @property
     def weight_format(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...distributed.tensor_parallel import TensorParallel, borders
 from ...ops.fused import embedding
 from .block import MOST_TOKENS, AttendsToOne, Block, Part, between, continues, launch, parts_of
-from .layer import Attend, DecoderLayer
+from .layer import Attend, DecoderLayer, Pending
 from .norm import Norm
 from .projection import Projection
 
@@ -60,7 +60,7 @@ class DecoderModel:
     def device(self) -> torch.device:
         return self.embedding.device
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Sequence[Attend]) -> tuple[Tensor, Tensor | None]:
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Sequence[Attend]) -> tuple[Tensor, Pending]:
         """int64 [tokens], int64 [tokens], and what attends in each layer -> [tokens, hidden], and what is still to be added to it, or None:
         together what the last norm is of."""
         x = embedding(ids, self.embedding, scale=self.embedding_scale)
@@ -112,7 +112,7 @@ class DecoderModel:
         launches = -(-len(parts) // most)
         return parts[: -(-len(parts) // launches)]
 
-    def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, pending: Pending = None) -> Tensor:
         """[rows, hidden] of :meth:`hidden`, which may be written -> float32 [rows, vocabulary]."""
         normed = self.norm(x) if pending is None else self.norm(pending, residual=x)
         logits = self.head(normed, out_dtype=torch.float32)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops.fused import Codes, add_rms_norm, layer_norm, quantize_fp8, quantize_int8, rms_norm
+from .partial_sum import PartialSum, summed
 
 
 class Norm(torch.nn.Module):
@@ -27,8 +28,11 @@ class Norm(torch.nn.Module):
         self.register_buffer("bias", bias, persistent=False)
         self.eps, self.weight_offset, self.centered = eps, weight_offset, centered
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The norm of x; or of residual += x, which is written."""
+    def forward(self, x: Tensor | PartialSum, residual: Tensor | None = None) -> Tensor:
+        """The norm of x; or of residual += x, which is written. A sum over the ranks is made in the same launch where that is possible."""
+        if isinstance(x, PartialSum) and not self.centered:
+            return x.parallel.all_reduce_rms_norm(x.own, residual, self.weight, self.eps, self.weight_offset)
+        x = summed(x)
         if self.centered:
             x = x if residual is None else residual.add_(x)
             return layer_norm(x, self.weight, self.bias, self.eps)
@@ -36,8 +40,10 @@ class Norm(torch.nn.Module):
             return rms_norm(x, self.weight, self.eps, weight_offset=self.weight_offset)
         return add_rms_norm(x, residual, self.weight, self.eps, weight_offset=self.weight_offset)
 
-    def quantized(self, x: Tensor, quant: str, scale: Tensor | None, residual: Tensor | None = None) -> Codes:
-        """forward in 8-bit codes, ``quant`` and ``scale`` as in :func:`minfer.rms_norm`; of a layer norm in two launches."""
+    def quantized(self, x: Tensor | PartialSum, quant: str, scale: Tensor | None, residual: Tensor | None = None) -> Codes:
+        """forward in 8-bit codes, ``quant`` and ``scale`` as in :func:`minfer.rms_norm`; of a layer norm in two launches, and behind a
+        launch for a sum over the ranks."""
+        x = summed(x)
         if not self.centered:
             options = dict(weight_offset=self.weight_offset, quant=quant, scale=scale)
             if residual is None:

@@ -6,7 +6,8 @@
 
 Which launches those are: the norm of a 16-bit weight's product is part of it where :func:`minfer.rms_norm_gemm` plans that; in front of 4
 and 8-bit weights with 16-bit activations it is a launch of its own, whose tail the product overlaps; in front of 8-bit activations it
-writes the codes that the product reads.
+writes the codes that the product reads. Where x is a sum over ranks that is still to be made, the norm's launch makes it, and the product
+follows; codes have a launch for the sum in front.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ...ops.quantized_gemm import w4a16_gemm, w4a16_gemm_gated, w8a16_gemm, w8a1
 from ...quantize.scaled_weight import Fp8Weight, Int8Weight
 from ...quantize.weight import W4Weight
 from .norm import Norm
+from .partial_sum import PartialSum
 from .weights import Dense, PackedWeight, Weight, concatenate, gate_up
 
 
@@ -56,9 +58,14 @@ class Projection(torch.nn.Module, abc.ABC):
         """x: [tokens, in_features], float16 or bfloat16. residual: [tokens, out_features] of x's dtype, added unrounded, not of gated ones.
         out_dtype: x's, or float32 of one weight that is not gated. Returns [tokens, out_features] of it; None: of x's dtype."""
 
-    def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
-        """forward of norm(x); or of the norm of residual += x, which is written."""
+    def after_norm(self, x: Tensor | PartialSum, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """forward of norm(x); or of the norm of residual += x, which is written. A sum over the ranks is made with the norm."""
         return self(norm(x, residual))
+
+    def partial_sum(self, x: Tensor) -> PartialSum | None:
+        """This rank's part of forward(x), for the norm behind it to add the ranks' parts up. None: the product is no sum over ranks, or one
+        that :meth:`forward` had better make."""
+        return None
 
     @property
     @abc.abstractmethod
@@ -99,8 +106,8 @@ class _DenseProjection(Projection):
             return gemm(x, self.weight.t(), **options)
         return gemm(x, self.weight.t(), c=residual, beta=1.0, **options)
 
-    def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
-        if norm.centered:
+    def after_norm(self, x: Tensor | PartialSum, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        if norm.centered or isinstance(x, PartialSum):
             return self(norm(x, residual))
         call = rms_norm_gemm_gated if self.gated else rms_norm_gemm
         return call(
@@ -153,8 +160,8 @@ class _PackedProjection(Projection):
             arguments |= {"c": residual, "out_dtype": out_dtype}
         return call(x, self.qweight, self.scales, self.zeros, **arguments)
 
-    def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
-        if norm.centered:
+    def after_norm(self, x: Tensor | PartialSum, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        if norm.centered or isinstance(x, PartialSum):
             return self(norm(x, residual))
         if self._bits == 4:
             call = rms_norm_w4a16_gemm_gated if self.gated else rms_norm_w4a16_gemm
@@ -197,7 +204,7 @@ class _ScaledProjection(Projection):
             more["out_dtype"] = out_dtype
         return self._weight().gemm(x, activation=self.activation, constant_weights=True, **more)
 
-    def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+    def after_norm(self, x: Tensor | PartialSum, norm: Norm, residual: Tensor | None = None) -> Tensor:
         weight = self._weight()
         if weight.input_quant is None:
             return self(norm(x, residual))

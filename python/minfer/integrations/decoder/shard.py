@@ -21,6 +21,7 @@ from ...quantize.scaled_experts import ScaledExperts
 from ...quantize.scaled_weight import aligned_rows
 from ...quantize.weight import W8Weight
 from .mlp import DenseExperts, Experts, Router
+from .partial_sum import PartialSum
 from .projection import Projection
 from .weights import Dense, ScaledWeight, Weight, codes_of, format_of, packed_like, rows_of
 
@@ -146,6 +147,11 @@ class ReducedProjection(Projection):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.parallel.all_reduce(self.own(x, residual if self.parallel.rank == 0 else None))
 
+    def partial_sum(self, x: Tensor) -> PartialSum | None:
+        if not self.parallel.leaves_sums_to_norms(x.shape[0], self.out_features, x.dtype):
+            return None
+        return PartialSum(self.own(x), self.parallel)
+
 
 class SharedExperts(Experts):
     """This rank's experts, for all tokens, and the sum over the ranks.
@@ -159,4 +165,12 @@ class SharedExperts(Experts):
         self.first, self.parallel = first, parallel
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return self.parallel.all_reduce(super().apply(x, weights, ids - self.first))
+        return self.parallel.all_reduce(self._part(x, weights, ids))
+
+    def partial_sum(self, x: Tensor) -> PartialSum | None:
+        if not self.parallel.leaves_sums_to_norms(*x.shape, x.dtype):
+            return None
+        return PartialSum(self._part(x, *self.router(x)), self.parallel)
+
+    def _part(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return super().apply(x, weights, ids - self.first)
