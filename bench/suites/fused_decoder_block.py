@@ -1,5 +1,5 @@
 """What lies between two attentions, of int4, e4m3 and 16-bit weights: as planned, by the operators one after the other, and in one launch;
-and one token's attention with what lies behind it, as one launch and as three."""
+and one token's attention with what lies behind it, as one launch and as three, and several layers of that as one launch."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ NAMES = ("o", "gate_up", "down", "next")
 HEADS = {"Llama-3.2-3B": (24, 8), "Qwen2.5-7B": (28, 4), "Llama-3.1-8B": (32, 8), "Llama-3.1-70B": (64, 8)}  # of 128 elements
 HEAD_DIM, PAGE = 128, 64
 LENGTHS = (1024, 4096, 16384)  # of a sequence, its newest token among them
+LAYERS = 8  # of a launch of several
 
 
 OPERATORS = {"int4": minfer.w4a16_decoder_block, "e4m3": minfer.fp8_decoder_block, "dense": minfer.decoder_block}
@@ -115,22 +116,24 @@ def block(sizes: tuple[int, int, int, int], form: str = "int4") -> Callable[...,
     return make
 
 
-def layer(sizes: tuple[int, int, int, int], heads: tuple[int, int], length: int, form: str = "int4") -> Callable[..., Call]:
-    """From the q, k and v of one token to those of the next layer; the cache is of 16 bits."""
+def layer(sizes: tuple[int, int, int, int], heads: tuple[int, int], length: int, form: str = "int4", count: int = 1) -> Callable[..., Call]:
+    """From the q, k and v of one token to those of the next layer, or of several layers further on; the cache is of 16 bits."""
 
     def make(rows: int, width: int, dtype: torch.dtype, device: str) -> Call:
         attended, hidden, inter, n = sizes
         weights = hidden * attended + 3 * hidden * inter + n * hidden
-        moved = weights * BYTES[form] + 4.0 * length * heads[1] * HEAD_DIM + 2.0 * (2 * hidden + 2 * n)
+        moved = count * (weights * BYTES[form] + 4.0 * length * heads[1] * HEAD_DIM + 2.0 * (2 * hidden + 2 * n))
         sets = harness.sets_for(int(moved)) if device == "cuda" else 1
         pages = -(-length // PAGE)
         data = []
         for _ in range(sets):
-            cache = minfer.allocate_kv_cache(pages, PAGE, heads[1], HEAD_DIM, dtype=dtype, device=device)
-            for x in (cache.k, cache.v):
-                x.normal_()
+            caches = [minfer.allocate_kv_cache(pages, PAGE, heads[1], HEAD_DIM, dtype=dtype, device=device) for _ in range(count)]
+            for cache in caches:
+                for x in (cache.k, cache.v):
+                    x.normal_()
             qkv = torch.randn(1, heads[0] + 2 * heads[1], HEAD_DIM, device=device).to(dtype)
-            data.append((qkv, torch.randn(1, hidden, device=device).to(dtype), cache, _weights(sizes, form, dtype, device)))
+            of_layers = [_weights(sizes, form, dtype, device) for _ in range(count)]
+            data.append((qkv, torch.randn(1, hidden, device=device).to(dtype), caches, of_layers))
         table = torch.randperm(pages, device=device).to(torch.int32)[None]
         seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
         positions = torch.tensor([length - 1], device=device)
@@ -140,34 +143,47 @@ def layer(sizes: tuple[int, int, int, int], heads: tuple[int, int], length: int,
         ops = torch.ops.minfer
         op = {"int4": ops._w4a16_decoder_layers, "e4m3": ops._fp8_decoder_layers, "dense": ops._decoder_layers}[form]
         none: dict[str, list[Tensor]] = {name: [] for name in ("q_weight", "k_weight", "o_bias", "down_bias", "next_bias")}
-        attention = dict(scale=scale, windows=[-1], qk_eps=0.0, qk_weight_offset=0.0)
+        attention = dict(scale=scale, qk_eps=0.0, qk_weight_offset=0.0)
         block_options = dict(eps=EPS, weight_offset=0.0, activation="silu") | OPTIONS[form]
 
-        def one_launch(i: int, residual: Tensor | None = None) -> Tensor:
-            qkv, x, cache, w = data[i]
-            places = ([cache.k], [cache.v], table, seq_lens, slots, positions, rotations)
+        def launched(i: int, residual: Tensor | None, each: int) -> Tensor:
+            """Layers in launches of ``each``."""
+            qkv, x, caches, of_layers = data[i]
             x = x if residual is None else residual
-            weights = {name: [tensor] for name, tensor in w.items()}
-            return op(qkv, x, *places, **attention, **weights, **none, **block_options, constant=True)
+            for first in range(0, count, each):
+                own, w = caches[first : first + each], of_layers[first : first + each]
+                places = ([c.k for c in own], [c.v for c in own], table, seq_lens, slots, positions, rotations)
+                lists = {name: [tensors[name] for tensors in w] for name in w[0]}
+                more = dict(windows=[-1] * len(own), constant=True)
+                qkv = op(qkv, x, *places, **attention, **lists, **none, **block_options, **more).view(1, -1, HEAD_DIM)
+            return qkv.flatten(1)
 
-        def attend(i: int) -> Tensor:
-            qkv, _, cache, _ = data[i]
+        def attend(qkv: Tensor, cache: Any) -> Tensor:
             q = minfer.qk_norm_rope_append(qkv, None, None, rotations, positions, cache.k, cache.v, slots)
             return minfer.attention_paged(q, cache.k, cache.v, seq_lens, block_table=table, scale=scale)[0].flatten(1)
 
-        def separate(i: int) -> Tensor:
-            return OPERATORS[form](attend(i), data[i][1], **data[i][3], **block_options, constant_weights=True)
-
-        def error() -> float:
-            _, x, _, w = data[0]
-            return deviation(ours(0, x.clone()), _truth(attend(0), x, w))
+        def separate(i: int, residual: Tensor | None = None) -> Tensor:
+            qkv, x, caches, of_layers = data[i]
+            x = x if residual is None else residual
+            for cache, w in zip(caches, of_layers, strict=True):
+                more = dict(constant_weights=True) if device == "cuda" else {}
+                qkv = OPERATORS[form](attend(qkv, cache), x, **w, **block_options, **more).view(1, -1, HEAD_DIM)
+            return qkv.flatten(1)
 
         def ours(i: int, residual: Tensor | None = None) -> Tensor:
-            if device == "cuda":
-                return one_launch(i, residual)
-            return OPERATORS[form](attend(i), data[i][1] if residual is None else residual, **data[i][3], **block_options)
+            return launched(i, residual, count) if device == "cuda" else separate(i, residual)
 
-        return Call(ours, {"ours:separate": separate}, moved, error, "one_launch", sets)
+        def error() -> float:
+            """Of one layer against float64; of several against launches of their own, whose bits they have."""
+            qkv, x, caches, of_layers = data[0]
+            if count == 1:
+                return deviation(ours(0, x.clone()), _truth(attend(qkv, caches[0]), x, of_layers[0]))
+            return deviation(ours(0, x.clone()), launched(0, x.clone(), 1) if device == "cuda" else separate(0, x.clone()))
+
+        peers: dict[str, Callable[[int], Any]] = {"ours:separate": separate}
+        if count > 1 and device == "cuda":
+            peers["ours:one_launch"] = lambda i: launched(i, None, 1)
+        return Call(ours, peers, moved, error, "one_launch", sets)
 
     return make
 
@@ -183,9 +199,19 @@ def cells() -> list[tuple[str, int, int, Callable[..., Call]]]:
 
 
 def layer_cells() -> list[tuple[str, int, int, Callable[..., Call]]]:
-    return [
+    found = [
         (f"{op.__name__.replace('block', 'layer')}, {name}, {length} keys", 1, MODELS[name][3], layer(MODELS[name], heads, length, form))
         for form, op in OPERATORS.items()
         for name, heads in HEADS.items()
         for length in LENGTHS
+    ]
+    return found + [
+        (
+            f"{op.__name__.replace('block', 'layers')}, {name}, {LAYERS} layers, {LENGTHS[0]} keys",
+            1,
+            MODELS[name][3],
+            layer(MODELS[name], heads, LENGTHS[0], form, LAYERS),
+        )
+        for form, op in OPERATORS.items()
+        for name, heads in HEADS.items()
     ]

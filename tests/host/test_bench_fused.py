@@ -77,9 +77,10 @@ def test_decoder_block(form):
     assert call.bytes > (128 * 256 + 3 * 128 * 384 + 96 * 128) / 2
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("form", ["int4", "e4m3", "dense"])
-def test_decoder_layer(form):
-    call = fused_decoder_block.layer((256, 128, 384, 512), (2, 1), 70, form)(1, 512, torch.bfloat16, "cpu")
+def test_decoder_layer(form, count):
+    call = fused_decoder_block.layer((256, 128, 384, 512), (2, 1), 70, form, count)(1, 512, torch.bfloat16, "cpu")
     assert call.error() <= fused.LIMITS["decoder_layer"]
     assert call.ours(0).shape == call.peers["ours:separate"](0).shape == (1, 512)
 

@@ -203,12 +203,11 @@ class TokenAttention {
     int const at = head * kHeadDim + lane_ % 16 * 8;
     if (packets == nullptr) return load_operand(reinterpret_cast<uint4 const*>(static_cast<T const*>(p_.qkv) + at));
     Packet two[2] = {{0, ~tag}, {0, ~tag}};
-    do {  // one packet alone at first: to poll for all would take so much of L2 that they are late
-      if (lane_ == 31) poll_packet(two[1], packets + at / 4 + 1);
-    } while (__shfl_sync(0xffffffffu, uint32_t(two[1].tag == tag), 31) == 0);
-    while (two[0].tag != tag || two[1].tag != tag) {
+    while (true) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) poll_packet(two[i].tag != tag, two[i], packets + at / 4 + i);
+      if (two[0].tag == tag && two[1].tag == tag) break;
+      __nanosleep(20);
     }
     __syncwarp();
     return {uint32_t(two[0].numbers), uint32_t(two[0].numbers >> 32), uint32_t(two[1].numbers), uint32_t(two[1].numbers >> 32)};
@@ -402,7 +401,7 @@ class TokenAttention {
   }
   /// Four columns of all splits a warp, every splits-th four a CTA: half a warp has two of the columns, a lane every 16th split.
   __device__ __forceinline__ void merge_splits(uint64_t tag) const {
-    constexpr int kEach = kMostSplits / 16;
+    constexpr int kEach = kMostSplits / 16, kNear = 20;  // lanes
     constexpr unsigned kAll = 0xffffffffu;
 #pragma unroll 1
     for (int four = sequence_.split + p_.splits * warp_; four < p_.group * 32; four += p_.splits * kWarps) {
@@ -410,29 +409,26 @@ class TokenAttention {
       Packet sums[kEach], ends[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) sums[i] = ends[i] = {0, lane_ % 16 + 16 * i < p_.splits ? ~tag : tag};
-      // What the sums are relative to comes with them, and is 16 packets for all of a warp's columns: so it alone is polled for at first.
+      // What the sums are relative to comes with them, and is 16 packets for all of a warp's columns: so it alone is polled for until most of
+      // it has come.
       Packet const* const first_end = p_.ends + (sequence_.head * p_.splits + lane_ % 16) * p_.group + head;
       Packet const* const first_sums = p_.partials + ((sequence_.head * p_.splits + lane_ % 16) * p_.group + head) * 64 + column;
+      bool near = false;
       while (true) {
         bool all = true;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
           poll_packet(ends[i].tag != tag, ends[i], first_end + 16 * i * p_.group);
-          all = all && ends[i].tag == tag;
+          poll_packet(near && sums[i].tag != tag, sums[i], first_sums + 16 * i * p_.group * 64);
         }
-        if (__all_sync(kAll, all)) break;
-        __nanosleep(32);
-      }
-      while (true) {
-        bool all = true;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          poll_packet(sums[i].tag != tag, sums[i], first_sums + 16 * i * p_.group * 64);
-          all = all && sums[i].tag == tag;
-        }
-        if (all) break;
+        for (int i = 0; i < kEach; ++i) all = all && ends[i].tag == tag;
+        near = __popc(__ballot_sync(kAll, all)) >= kNear;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) all = all && sums[i].tag == tag;
+        if (__all_sync(kAll, all)) break;
+        if (!near) __nanosleep(32);
       }
-      __syncwarp();
       float most = kLowest, total = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {

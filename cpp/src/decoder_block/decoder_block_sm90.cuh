@@ -11,10 +11,12 @@
 //   1-3     finish units in turns: add the consumers' sums, norm's factor, bias, activation, residual; publish packets, or store
 //   4-11    convert activations as they come: 8 numbers a thread of every stage
 //   12-27   consumers: 128 k of each stage each, and their sums of a unit go to the finishers through shared memory
-// Arithmetic. The kernel is a template of the weights' format (int4_weights_sm90.cuh, e4m3_weights_sm90.cuh), which says what converters
-//   make of activations and how consumers multiply. Of a norm, converters apply the weight alone: its factor is that of the whole token,
-//   and finishers apply it.
-// The attention in front can be part of the launch (attention_sm90.cuh): consumers compute it before their first product.
+// Arithmetic. The kernel is a template of the weights' format (int4_weights_sm90.cuh, e4m3_weights_sm90.cuh, dense_weights_sm90.cuh), which
+//   says what converters make of activations and how consumers multiply. Of a norm, converters apply the weight alone: its factor is that of
+//   the whole token, and finishers apply it.
+// The attention in front can be part of the launch (attention_sm90.cuh): consumers compute it before their first product. Then a launch can
+//   be of several layers: each role goes on from layer to layer, the ring with the next layer's weights, and what the last product makes is
+//   the next layer's q, k and v, as packets.
 // Progress. CTAs wait for each other in any order, so all are resident together: the launch is cooperative.
 // Limits: plan.cpp.
 #pragma once
@@ -57,8 +59,7 @@ struct Weight {
 };
 
 struct LayerParams {
-  CUtensorMap
-      maps[kDecoderBlockProducts];  // int4: [blocks of 64 x 64, 4, 64] of 8 bytes; e4m3: [k / 128, n, 128]; 16 bits: [k / 64, n, 64]
+  CUtensorMap maps[kDecoderBlockProducts];    // int4: [blocks of 64 x 64, 4, 64] of 8 bytes; e4m3: [k / 128, n, 128]; else [k / 64, n, 64]
   CUtensorMap scales[kDecoderBlockProducts];  // int4: [groups, n]
   Weight weights[kDecoderBlockProducts];
   LayerAttention attention;
@@ -183,8 +184,7 @@ class DecoderBlock {
   }
   __device__ __forceinline__ LayerParams const& params_of(int layer) const { return p_.layers[kAttention ? layer : 0]; }
   __device__ __forceinline__ Weight const& weight_of(int layer, int i) const { return params_of(layer).weights[i]; }
-  /// A layer's packets are where those of the one in front were, which have all been read by then (decoder_block.cu), and have a tag of
-  /// their own.
+  /// A layer's packets are where those of the one in front were, which have all been read by then (plan.cpp), and have a tag of their own.
   static __device__ __forceinline__ uint64_t tag_of(uint64_t tag, int layer) { return kAttention ? tag ^ uint64_t(layer) << 40 : tag; }
   __device__ __forceinline__ uint64_t epoch_of(int layer) const { return storage_.epoch + uint64_t(layer); }
 
@@ -330,7 +330,7 @@ class DecoderBlock {
   __device__ __forceinline__ Attention attention_of(int layer, int warp, int lane) const {
     return Attention(p_.attention, p_.layers, layer, storage_.sequence, activations(1), activations(0), warp, lane);
   }
-  /// thread: of the converters. tag: of the first layer's packets; it has its q, k and v in memory.
+  /// thread: of the converters. tag: of the first layer's packets. That layer has its q, k and v in memory.
   __device__ __forceinline__ void prepare_queries(int layer, int thread, uint64_t tag) const {
     Packet const* const packets = layer == 0 ? nullptr : p_.products[kDecoderBlockProducts - 1].packets;
     attention_of(layer, thread / 32, thread % 32).prepare(packets, tag_of(tag, layer - 1));
@@ -417,59 +417,57 @@ class DecoderBlock {
   __device__ __forceinline__ void convert(int layer, int i, int thread) {
     uint64_t const tag = tag_of(first_tag(), layer);
     int const lane = thread % 32;
-    {
-      Product const& product = p_.products[i];
-      void const* const norm = weight_of(layer, i).norm;
-      int const parity = i % 2, vectors = product.k / 8;
-      wait_for_place(layer, i);
-      float squares[kTokens] = {};
+    Product const& product = p_.products[i];
+    void const* const norm = weight_of(layer, i).norm;
+    int const parity = i % 2, vectors = product.k / 8;
+    wait_for_place(layer, i);
+    float squares[kTokens] = {};
 #pragma unroll 1
-      for (int first = 0; first < product.converted; first += 2) {
-        uint64_t weights[2][2] = {};
-        if (norm != nullptr) {
+    for (int first = 0; first < product.converted; first += 2) {
+      uint64_t weights[2][2] = {};
+      if (norm != nullptr) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          int const v = thread + (first + t) * kConverters;
+          load(norm, v, v < vectors, weights[t]);
+        }
+      }
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        if (token >= p_.m) break;
+        uint64_t numbers[2][2];
+        if (kAttention && i == 0) {
+          receive(p_.attention.out, thread + first * kConverters, vectors, tag, numbers);
+        } else if (i == 0) {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
             int const v = thread + (first + t) * kConverters;
-            load(norm, v, v < vectors, weights[t]);
+            load(static_cast<T const*>(p_.a) + int64_t(token) * product.k, v, v < vectors, numbers[t]);
           }
-        }
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-          if (token >= p_.m) break;
-          uint64_t numbers[2][2];
-          if (kAttention && i == 0) {
-            receive(p_.attention.out, thread + first * kConverters, vectors, tag, numbers);
-          } else if (i == 0) {
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-              int const v = thread + (first + t) * kConverters;
-              load(static_cast<T const*>(p_.a) + int64_t(token) * product.k, v, v < vectors, numbers[t]);
-            }
-          } else {
-            receive(p_.products[i - 1].packets + int64_t(token) * (product.k / 4), thread + first * kConverters, vectors, tag, numbers);
-          }
-          __syncwarp();
-#pragma unroll
-          for (int t = 0; t < 2; ++t) {
-            if (first + t >= product.converted) break;
-            int const v = thread + (first + t) * kConverters;
-            float const sum = store_numbers(i, token, v, numbers[t], norm != nullptr, weights[t], lane);
-            squares[token] += sum;
-          }
-        }
-        if (first + 2 >= product.converted && norm != nullptr) {
-#pragma unroll
-          for (int token = 0; token < kTokens; ++token) {
-#pragma unroll
-            for (int offset = 16; offset > 0; offset /= 2) squares[token] += __shfl_xor_sync(0xffffffffu, squares[token], offset);
-            if (lane == 0) storage_.squares[parity][token][thread / 32] = squares[token];
-          }
+        } else {
+          receive(p_.products[i - 1].packets + int64_t(token) * (product.k / 4), thread + first * kConverters, vectors, tag, numbers);
         }
         __syncwarp();
-        if (lane == 0) {
-          EmptyBarrier::arrive(&storage_.ready[parity][first]);
-          if (first + 1 < product.converted) EmptyBarrier::arrive(&storage_.ready[parity][first + 1]);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if (first + t >= product.converted) break;
+          int const v = thread + (first + t) * kConverters;
+          float const sum = store_numbers(i, token, v, numbers[t], norm != nullptr, weights[t], lane);
+          squares[token] += sum;
         }
+      }
+      if (first + 2 >= product.converted && norm != nullptr) {
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+#pragma unroll
+          for (int offset = 16; offset > 0; offset /= 2) squares[token] += __shfl_xor_sync(0xffffffffu, squares[token], offset);
+          if (lane == 0) storage_.squares[parity][token][thread / 32] = squares[token];
+        }
+      }
+      __syncwarp();
+      if (lane == 0) {
+        EmptyBarrier::arrive(&storage_.ready[parity][first]);
+        if (first + 1 < product.converted) EmptyBarrier::arrive(&storage_.ready[parity][first + 1]);
       }
     }
   }
@@ -733,65 +731,63 @@ class DecoderBlock {
   /// tag: of the first layer.
   __device__ __forceinline__ void finish(int layer, int i, int& part, int own, uint64_t tag, int lane) {
     int const row = lane % 16, units = units_of(layer, i);
-    {
-      Product const& product = p_.products[i];
-      Weight const& weight = weight_of(layer, i);
-      int const outputs = product.gated ? 8 : 16;
-      bool const divided = is_divided() && i % 2 == 0;
-      int sent = -1;  // the unit whose part the other ranks have been sent, and which is still to be summed
-      float factor[kTokens];
+    Product const& product = p_.products[i];
+    Weight const& weight = weight_of(layer, i);
+    int const outputs = product.gated ? 8 : 16;
+    bool const divided = is_divided() && i % 2 == 0;
+    int sent = -1;  // the unit whose part the other ranks have been sent, and which is still to be summed
+    float factor[kTokens];
 #pragma unroll
-      for (int token = 0; token < kTokens; ++token) factor[token] = 1.0f;
-      if (weight.norm != nullptr && int(blockIdx.x) < units) {
-        // Products 1 and 3 have as many stages of k: those of the first are the barriers' phases of one parity.
-        EmptyBarrier::wait(&storage_.ready[1][product.converted - 1], i / 2);
+    for (int token = 0; token < kTokens; ++token) factor[token] = 1.0f;
+    if (weight.norm != nullptr && int(blockIdx.x) < units) {
+      // Products 1 and 3 have as many stages of k: those of the first are the barriers' phases of one parity.
+      EmptyBarrier::wait(&storage_.ready[1][product.converted - 1], i / 2);
 #pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-          if (token < p_.m) factor[token] = norm_factor(i, token);
-        }
+      for (int token = 0; token < kTokens; ++token) {
+        if (token < p_.m) factor[token] = norm_factor(i, token);
       }
-#pragma unroll 1
-      for (int unit = int(blockIdx.x); unit < units; unit += int(gridDim.x), ++part) {
-        if (part % kFinishers != own) continue;
-        int const slot = part % kPartials, column = unit * outputs + row % outputs;
-        float addend[kTokens], scale = 1.0f;
-        if (kE4M3 && !p_.block_scales && unit * kUnit + row < (product.gated ? 2 : 1) * product.columns) {
-          scale = load_operand(weight.weight_scales + (unit * kUnit + row) * weight.row_scale_stride);
-        }
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-          addend[token] = 0.0f;
-          if (token >= p_.m || column >= product.columns) continue;
-          if (i % 2 == 0 && !divided) addend[token] = residual_of(layer, i, token, column, tag);
-          if (weight.bias != nullptr) {
-            addend[token] += weight.bias_f32 ? load_operand(static_cast<float const*>(weight.bias) + column)
-                                             : minfer::to_float(load_operand(static_cast<T const*>(weight.bias) + column));
-          }
-        }
-        EmptyBarrier::wait(&storage_.partial_full[slot], uint32_t(part / kPartials) & 1);
-        float y[kTokens];
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-          y[token] = 0.0f;
-#pragma unroll
-          for (int w = 0; w < kWarps / 2; ++w) y[token] += storage_.partials[slot][lane / 16 * (kWarps / 2) + w][token][row];
-          y[token] += __shfl_xor_sync(0xffffffffu, y[token], 16);
-        }
-        __syncwarp();
-        if (lane == 0) EmptyBarrier::arrive(&storage_.partial_empty[slot]);
-        if (divided) {  // of one token; the last unit's sum is waited for while this one's travels
-          send_part(layer, i, column, y[0] * scale + addend[0], lane);
-          if (sent >= 0) sum_parts(layer, i, sent * outputs + row, tag, lane);
-          sent = unit;
-          continue;
-        }
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-          if (token < p_.m) store(layer, i, token, column, y[token] * (factor[token] * scale), addend[token], tag, lane);
-        }
-      }
-      if (sent >= 0) sum_parts(layer, i, sent * outputs + row, tag, lane);
     }
+#pragma unroll 1
+    for (int unit = int(blockIdx.x); unit < units; unit += int(gridDim.x), ++part) {
+      if (part % kFinishers != own) continue;
+      int const slot = part % kPartials, column = unit * outputs + row % outputs;
+      float addend[kTokens], scale = 1.0f;
+      if (kE4M3 && !p_.block_scales && unit * kUnit + row < (product.gated ? 2 : 1) * product.columns) {
+        scale = load_operand(weight.weight_scales + (unit * kUnit + row) * weight.row_scale_stride);
+      }
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        addend[token] = 0.0f;
+        if (token >= p_.m || column >= product.columns) continue;
+        if (i % 2 == 0 && !divided) addend[token] = residual_of(layer, i, token, column, tag);
+        if (weight.bias != nullptr) {
+          addend[token] += weight.bias_f32 ? load_operand(static_cast<float const*>(weight.bias) + column)
+                                           : minfer::to_float(load_operand(static_cast<T const*>(weight.bias) + column));
+        }
+      }
+      EmptyBarrier::wait(&storage_.partial_full[slot], uint32_t(part / kPartials) & 1);
+      float y[kTokens];
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        y[token] = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps / 2; ++w) y[token] += storage_.partials[slot][lane / 16 * (kWarps / 2) + w][token][row];
+        y[token] += __shfl_xor_sync(0xffffffffu, y[token], 16);
+      }
+      __syncwarp();
+      if (lane == 0) EmptyBarrier::arrive(&storage_.partial_empty[slot]);
+      if (divided) {  // of one token; the last unit's sum is waited for while this one's travels
+        send_part(layer, i, column, y[0] * scale + addend[0], lane);
+        if (sent >= 0) sum_parts(layer, i, sent * outputs + row, tag, lane);
+        sent = unit;
+        continue;
+      }
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        if (token < p_.m) store(layer, i, token, column, y[token] * (factor[token] * scale), addend[token], tag, lane);
+      }
+    }
+    if (sent >= 0) sum_parts(layer, i, sent * outputs + row, tag, lane);
   }
   /// What products 0 and 2 are added to: the residual, of layers behind the first what the CTA has published itself; and x, likewise.
   __device__ __forceinline__ float residual_of(int layer, int i, int token, int column, uint64_t first_tag) const {
