@@ -24,8 +24,10 @@ import minfer
 import torch
 import torch.distributed as dist
 from minfer.distributed import TensorParallel
+from minfer.distributed.layer_exchange import LayerExchange
 from minfer.generation import SamplingParams
 from minfer.generation.engine import Engine
+from minfer.integrations.decoder.model import DecoderModel
 from minfer.integrations.transformers import optimize
 from minfer.integrations.transformers.model import decoder_model
 from minfer.measure import benchmarking, models
@@ -38,8 +40,9 @@ _LAYERS = 2  # that are made
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Collectives of activations that do nothing; what is behind a sum in the same launch is a launch of its own."""
+def silent(model: DecoderModel) -> Iterator[None]:
+    """Collectives of activations that do nothing, those within layers' launches among them; what is behind a sum in the same launch is a
+    launch of its own."""
 
     def norm(self, x, residual, weight, eps=1e-6, weight_offset=0.0):
         if residual is None:
@@ -48,11 +51,15 @@ def silent() -> Iterator[None]:
 
     names = ("all_reduce", "all_reduce_rms_norm", "gather_columns")
     kept = {name: getattr(TensorParallel, name) for name in names}
+    exchange = model.layer_exchange
+    if exchange is not None:
+        model.layer_exchange = LayerExchange((), 0)
     TensorParallel.all_reduce, TensorParallel.all_reduce_rms_norm = lambda self, x: x, norm
     TensorParallel.gather_columns = lambda self, x, widths: x.repeat(1, self.ranks)[:, : sum(widths)]
     try:
         yield
     finally:
+        model.layer_exchange = exchange
         for name, method in kept.items():
             setattr(TensorParallel, name, method)
 
@@ -112,7 +119,7 @@ def cell(name: str, form: str, parallel: TensorParallel, args: argparse.Namespac
     dist.barrier()
     engine = engine_of(name, form, parallel, rows, longest, args.layers)
     together = times(engine, args)
-    with silent():
+    with silent(engine.model):
         engine.runner._captured.clear()
         engine.runner._captured_chunks.clear()
         quiet = times(engine, args)

@@ -207,7 +207,6 @@ class TokenAttention {
 #pragma unroll
       for (int i = 0; i < 2; ++i) poll_packet(two[i].tag != tag, two[i], packets + at / 4 + i);
       if (two[0].tag == tag && two[1].tag == tag) break;
-      __nanosleep(20);
     }
     __syncwarp();
     return {uint32_t(two[0].numbers), uint32_t(two[0].numbers >> 32), uint32_t(two[1].numbers), uint32_t(two[1].numbers >> 32)};
@@ -401,7 +400,7 @@ class TokenAttention {
   }
   /// Four columns of all splits a warp, every splits-th four a CTA: half a warp has two of the columns, a lane every 16th split.
   __device__ __forceinline__ void merge_splits(uint64_t tag) const {
-    constexpr int kEach = kMostSplits / 16, kNear = 20;  // lanes
+    constexpr int kEach = kMostSplits / 16, kNear = 8;  // lanes
     constexpr unsigned kAll = 0xffffffffu;
 #pragma unroll 1
     for (int four = sequence_.split + p_.splits * warp_; four < p_.group * 32; four += p_.splits * kWarps) {

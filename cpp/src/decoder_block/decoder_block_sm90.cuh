@@ -497,7 +497,6 @@ class DecoderBlock {
         for (int half = 0; half < 2; ++half) poll_packet(packets[t][half].tag != tag, packets[t][half], from + 2 * half);
       }
       if (packets[0][0].tag == tag && packets[0][1].tag == tag && packets[1][0].tag == tag && packets[1][1].tag == tag) break;
-      __nanosleep(20);  // polls take the way of the weights
     }
 #pragma unroll
     for (int t = 0; t < 2; ++t) {

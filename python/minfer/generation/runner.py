@@ -410,10 +410,11 @@ class Runner:
                 options[name] = own(self.parameters[name])
             options["counts"] = own(self.counts)
         drawn = list(sample(self.model.logits(*hidden), **options))
-        newest = drawn[0].clamp_min(0)  # -1: nothing could be drawn, which ends the request
         if rows is None:
-            self.ids[:count].copy_(newest)
+            newest = self.ids[:count]
+            torch.clamp(drawn[0], min=0, out=newest)  # -1: nothing could be drawn, which ends the request
         else:
+            newest = drawn[0].clamp_min(0)
             self.ids.index_copy_(0, rows, newest)
         if draws.penalties:
             seen = own(self.counts).clamp_min(0).gather(1, newest[:, None]) + 1
@@ -443,8 +444,8 @@ class Runner:
         inputs = torch.zeros(4, rows, dtype=torch.int64)  # positions, slots, offsets, lengths
         inputs[1].fill_(-1)
         places = [chunk.row for chunk in chunks]
-        lines = [[chunk.start, self._slots(chunk)[0], chunk.offset, chunk.start + 1] for chunk in chunks]
-        inputs[:, places] = torch.tensor(lines).t()
+        inputs[:3, places] = torch.tensor([[chunk.start, self._slots(chunk)[0], chunk.offset] for chunk in chunks]).t()
+        _lengths_of(inputs)[places] = torch.tensor([chunk.start + 1 for chunk in chunks], dtype=torch.int32)
         graph.inputs.copy_(inputs.pin_memory(), non_blocking=True)
         table = self._table[:rows, :width]
         if graph.sent is None or not torch.equal(graph.sent, table):
@@ -520,6 +521,11 @@ class _ChunkGraph:
         return self._hidden
 
 
+def _lengths_of(inputs: Tensor) -> Tensor:
+    """Of a step's inputs, int64 [4, rows]: the lengths, int32 [rows], which lie where the last row begins."""
+    return inputs[3].view(torch.int32)[: inputs.shape[1]]
+
+
 class _Graph:
     """A captured step of ``rows`` rows, each with one token."""
 
@@ -529,7 +535,6 @@ class _Graph:
         self.inputs[1].fill_(-1)
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.sent: Tensor | None = None  # what the table holds
-        self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         kept, counts = runner.ids.clone(), None if runner.counts is None else runner.counts[:rows].clone()
         self.graph, self.drawn = runner._capture(lambda: self._step(runner, draws))
         runner.ids.copy_(kept)
@@ -537,7 +542,6 @@ class _Graph:
             runner.counts[:rows].copy_(counts)
 
     def _step(self, runner: Runner, draws: _Draws) -> list[Tensor]:
-        self._seq_lens.copy_(self.inputs[3])
-        step = _StepTensors(self.inputs[0], self.inputs[1], self._seq_lens, self.table, None, 1)
+        step = _StepTensors(self.inputs[0], self.inputs[1], _lengths_of(self.inputs), self.table, None, 1)
         hidden = runner._hidden(runner.ids[: self.inputs.shape[1]], step)
         return runner._draw(hidden, None, self.inputs[2], draws)
