@@ -74,7 +74,7 @@ def test_other_layers(name, weights):
 )
 def test_what_attention_in_the_launch_asks_the_plan(weights, want):
     """What the plan is asked about the weights; and that a cache of the CPU has no such launch."""
-    with torch.no_grad(), optimize(wide_model(False, "cpu"), weights=weights, restorable=False) as handle:
+    with torch.no_grad(), optimize(wide_model("llama", "cpu"), weights=weights, restorable=False) as handle:
         layers = decoder_model(handle, 64).layers
         block = between(*layers[:2])
         assert block._weights() == want
@@ -98,24 +98,32 @@ def test_plan_of_a_layer_in_one_launch(weights, change, one_launch):
     assert (blocks._most_layers(tuple(sizes), torch.bfloat16, *weights, -1, False) > 0) == one_launch
 
 
-def wide_model(normed: bool, device: str = "cuda"):
-    """Whose heads have 128 elements."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+def wide_model(name: str, device: str = "cuda"):
+    """Four layers with heads of 128 elements: llama; qwen2, whose q, k and v have biases; qwen3, whose q and k have norms."""
+    import transformers
 
-    sizes = dict(vocab_size=160, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, head_dim=128)
-    sizes |= dict(num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.05)
+    sizes = dict(vocab_size=160, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.05) | (
+        {} if name == "qwen2" else {"head_dim": 128}
+    )
     torch.manual_seed(0)
-    return (Qwen3ForCausalLM(Qwen3Config(**sizes)) if normed else LlamaForCausalLM(LlamaConfig(**sizes))).bfloat16().to(device).eval()
+    kind = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[name]
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    if name == "qwen2":
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                torch.nn.init.normal_(projection.bias, std=0.3)
+    return model.bfloat16().to(device).eval()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["w4a16", "fp8", None])
-@pytest.mark.parametrize("normed", [False, True])
-def test_attention_in_the_launch(normed, weights, monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_attention_in_the_launch(name, weights, monkeypatch):
     """Tokens one after the other: what layers make of them, and what they store, is that of attention in launches of its own."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("one launch requires compute capability 9.0")
-    with torch.no_grad(), optimize(wide_model(normed), weights=weights, restorable=False) as handle:
+    with torch.no_grad(), optimize(wide_model(name), weights=weights, restorable=False) as handle:
         model = decoder_model(handle, 64)
         table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32, device="cuda")
 
