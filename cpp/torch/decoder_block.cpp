@@ -183,8 +183,8 @@ constexpr Operator kOperators[] = {
      boxed<&w4a16_decoder_block>},
     // The same behind qk_norm_rope_append and attention_paged of one token, layer after layer, in one launch, for engines that have planned
     // it. The first layer's qkv is given, D is what the last one returns. constant: of weights, and of all that attention reads but qkv,
-    // nothing is written by what still runs. exchange: of layers that are divided among GPUs, which each have some heads and some columns of
-    // the MLP: where this process has the ranks' buffers; rank: this one.
+    // nothing is written by what still runs. exchange: of layers that are divided among GPUs, which each have some heads and some columns
+    // of the MLP: where this process has the ranks' buffers; rank: this one.
     {"_w4a16_decoder_layers(Tensor qkv, Tensor(a!) residual, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, Tensor block_table, "
      "Tensor seq_lens, Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor[] q_weight, Tensor[] k_weight, float scale, "
      "int[] windows, float qk_eps, float qk_weight_offset, Tensor[] o_qweight, "

@@ -57,8 +57,8 @@ Tensor run(DecoderBlockCall& call, DecoderBlockProblem problem, double eps, doub
            std::optional<std::string> const& kernel, std::function<bool(DecoderBlockOperands*, Held*)> const& weights,
            std::function<void(Tensor const&, OnDevice const&)> const& one_by_one);
 
-/// Layers one behind the other, each with its attention, in one launch: checked calls of layers of the same sizes. The first one has qkv and
-/// the residual of all. Returns the last one's D.
+/// Layers one behind the other, each with its attention, in one launch: checked calls of layers of the same sizes. The first one has qkv
+/// and the residual of all. Returns the last one's D.
 ///   weights  sets those of a layer, by its number
 Tensor run_layers(std::span<DecoderBlockCall> calls, DecoderBlockProblem problem, double eps, double weight_offset,
                   std::string const& activation, std::function<bool(size_t, DecoderBlockOperands*, Held*)> const& weights);

@@ -94,8 +94,8 @@ __device__ __forceinline__ void read_sequence(AttentionParams const& p, Sequence
   }
 }
 
-/// The same number, of which the compiler does not know that: what follows from it is computed where it is used, and takes no registers until
-/// then.
+/// The same number, of which the compiler does not know that: what follows from it is computed where it is used, and takes no registers
+/// until then.
 __device__ __forceinline__ int opaque(int x) {
   make_opaque(x);
   return x;
@@ -130,8 +130,8 @@ class TokenAttention {
     if (!is_query) store(is_value ? own().v_cache : own().k_cache, x);
   }
 
-  /// By the consumers. at_start: called first; issued: when the first keys have been requested; ready: waits for what `prepare` makes; join:
-  /// waits for all warps, and returns the tag of attention's own packets.
+  /// By the consumers. at_start: called first; issued: when the first keys have been requested; ready: waits for what `prepare` makes;
+  /// join: waits for all warps, and returns the tag of attention's own packets.
   template <class AtStart, class Issued, class Ready, class Join>
   __device__ __forceinline__ void run(AtStart const& at_start, Issued const& issued, Ready const& ready, Join const& join) const {
     at_start();
@@ -408,8 +408,8 @@ class TokenAttention {
       Packet sums[kEach], ends[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) sums[i] = ends[i] = {0, lane_ % 16 + 16 * i < p_.splits ? ~tag : tag};
-      // What the sums are relative to comes with them, and is 16 packets for all of a warp's columns: so it alone is polled for until most of
-      // it has come.
+      // What the sums are relative to comes with them, and is 16 packets for all of a warp's columns: so it alone is polled for until most
+      // of it has come.
       Packet const* const first_end = p_.ends + (sequence_.head * p_.splits + lane_ % 16) * p_.group + head;
       Packet const* const first_sums = p_.partials + ((sequence_.head * p_.splits + lane_ % 16) * p_.group + head) * 64 + column;
       bool near = false;

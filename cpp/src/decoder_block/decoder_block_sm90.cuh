@@ -12,8 +12,8 @@
 //   4-11    convert activations as they come: 8 numbers a thread of every stage
 //   12-27   consumers: 128 k of each stage each, and their sums of a unit go to the finishers through shared memory
 // Arithmetic. The kernel is a template of the weights' format (int4_weights_sm90.cuh, e4m3_weights_sm90.cuh, dense_weights_sm90.cuh), which
-//   says what converters make of activations and how consumers multiply. Of a norm, converters apply the weight alone: its factor is that of
-//   the whole token, and finishers apply it.
+//   says what converters make of activations and how consumers multiply. Of a norm, converters apply the weight alone: its factor is that
+//   of the whole token, and finishers apply it.
 // The attention in front can be part of the launch (attention_sm90.cuh): consumers compute it before their first product. Then a launch can
 //   be of several layers: each role goes on from layer to layer, the ring with the next layer's weights, and what the last product makes is
 //   the next layer's q, k and v, as packets.
@@ -403,8 +403,8 @@ class DecoderBlock {
     }
   }
   /// Waits until consumers have done with what was there. They count down consumed[0] for products 0 and 2, and consumed[1] for attention,
-  /// product 1 and product 3; attention itself uses the place of product 1's activations. Product 0 waits for attention, too: to poll for its
-  /// output would slow it down.
+  /// product 1 and product 3; attention itself uses the place of product 1's activations. Product 0 waits for attention, too: to poll for
+  /// its output would slow it down.
   __device__ __forceinline__ void wait_for_place(int layer, int i) {
     if constexpr (kAttention) {
       if (i == 2) EmptyBarrier::wait(&storage_.consumed[0], 0);

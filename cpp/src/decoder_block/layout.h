@@ -87,8 +87,8 @@ constexpr int64_t fixed_bytes(int64_t tokens) {
 /// A model's last layer has no product behind the residual.
 inline int products_of(DecoderBlockProblem const& problem) { return problem.n(3) == 0 ? kDecoderBlockProducts - 1 : kDecoderBlockProducts; }
 
-/// 16-byte packets of 4 numbers each: of x, h, and x again, and of q, k and v where there is a layer behind; what the last product makes does
-/// not travel.
+/// 16-byte packets of 4 numbers each: of x, h, and x again, and of q, k and v where there is a layer behind; what the last product makes
+/// does not travel.
 inline int64_t packets_of(DecoderBlockProblem const& problem, int product) {
   if (product + 1 >= products_of(problem) && problem.layers == 1) return 0;
   return problem.m * (product == 1 ? problem.inter : problem.n(product)) / 4;

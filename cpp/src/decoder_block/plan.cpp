@@ -68,8 +68,8 @@ char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) 
 
 int64_t units_of(int64_t n) { return (n + kUnit - 1) / kUnit; }
 
-/// Of a launch. Layers share packets, which is safe where all CTAs have units of all products: a CTA that has a layer's q, k and v knows that
-/// all others have read all packets of the layer in front.
+/// Of a launch. Layers share packets, which is safe where all CTAs have units of all products: a CTA that has a layer's q, k and v knows
+/// that all others have read all packets of the layer in front.
 int64_t most_layers_of(DecoderBlockProblem const& p, int64_t ctas) {
   return p.heads > 0 && (p.next == 0 || p.next == p.qkv()) && units_of(p.qkv()) >= ctas ? kMostLayers : 1;
 }

@@ -1,6 +1,6 @@
 // Packets that GPUs of a host write in each other's memory: 16 bytes, twice four bytes of numbers and a flag, which says the epoch. The two
-// halves are 8 bytes each, which arrive whole over NVLink and PCIe; so the data says by itself that it is there, without a fence and a second
-// trip. After NCCL's LL protocol.
+// halves are 8 bytes each, which arrive whole over NVLink and PCIe; so the data says by itself that it is there, without a fence and a
+// second trip. After NCCL's LL protocol.
 #pragma once
 
 #include <cstdint>

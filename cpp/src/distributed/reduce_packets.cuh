@@ -1,8 +1,8 @@
 // A sum's numbers on their way between GPUs: what all_reduce and all_reduce_rms_norm have in common.
 //
-// A vector of 8 numbers is two packets (peer_packets.cuh), which lie in the other ranks' buffers where the vector's number among all vectors of the sum says.
-// That place does not depend on the kernel, nor on which thread has the vector, so that both kernels may use a buffer by turns: a launch
-// of either kind is an epoch.
+// A vector of 8 numbers is two packets (peer_packets.cuh), which lie in the other ranks' buffers where the vector's number among all
+// vectors of the sum says. That place does not depend on the kernel, nor on which thread has the vector, so that both kernels may use a
+// buffer by turns: a launch of either kind is an epoch.
 #pragma once
 
 #include "common/dependent_launch.cuh"
