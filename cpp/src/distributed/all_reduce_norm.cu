@@ -161,8 +161,8 @@ Status plan_batch_invariant(AllReduceRmsNorm const& call, DeviceProperties const
   return Status::success();
 }
 
-/// Else a row has a cluster where a CTA would send more than 32 KiB of packets, as long as rows are so few that SMs are left: an SM stores
-/// about 64 bytes a cycle.
+/// Else a row has a cluster where a CTA would send more than 32 KiB of packets, as long as rows are so few that SMs are left. The
+/// border is an estimate, not measured.
 RowShape plan(AllReduceRmsNorm const& call, DeviceProperties const& device) {
   constexpr int64_t kVectorsSent = (32 << 10) / (kHalves * kPacketBytes), kLeastThreads = 64;
   int64_t const vectors = call.width / kVectorElements, sent = vectors * (call.ranks - 1);

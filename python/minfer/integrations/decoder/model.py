@@ -49,8 +49,9 @@ class DecoderModel:
         self.layers, self.norm, self.head = list(layers), norm, head
         self.rotations, self.max_positions, self.logit_softcap = dict(rotations), max_positions, logit_softcap
         self.vocabulary, self.parallel = head.out_features if vocabulary is None else vocabulary, parallel
-        parts = [parts_of(layer) for layer in self.layers]
-        self.layer_exchange = None if parallel is None else parallel.layer_exchange(embedding.shape[1], parts)
+        self.layer_exchange = None
+        if parallel is not None:
+            self.layer_exchange = parallel.layer_exchange(embedding.shape[1], [parts_of(layer) for layer in self.layers])
 
     @property
     def dtype(self) -> torch.dtype:
