@@ -25,7 +25,7 @@ struct ReduceParams {
 };
 
 template <DataType kType, int kRanks>
-__global__ void __launch_bounds__(kMostThreads) all_reduce_kernel(__grid_constant__ ReduceParams const params) {
+__global__ void __launch_bounds__(kMostThreads, kCtasPerSm) all_reduce_kernel(__grid_constant__ ReduceParams const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
   wait_for_predecessor();
