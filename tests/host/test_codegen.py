@@ -1032,38 +1032,62 @@ struct MMA_64x8x32_S32S8S8_SS_TN_SATURATE
 template <GMMA::Major tnspA>
 using SM90_64x8x16_F16F16F16_SS = SM90::GMMA::MMA_64x8x16_F16F16F16_SS<tnspA>;
 
+template <
+  GMMA::Major tnspA
+>
+using SM90_64x8x16_F32F16F16_SS = SM90::GMMA::MMA_64x8x16_F32F16F16_SS<tnspA>;
+
 template <GMMA::Major tnspA>
 struct MMA_Traits<SM90_64x8x16_F16F16F16_SS<tnspA>>
 {
   using ValTypeD = gone;
+};
+
+template <GMMA::Major tnspA>
+struct MMA_Traits<SM90_64x8x16_F32F16F16_SS<tnspA>>
+{
+  using ValTypeD = kept();
+};
+
+using SM90_64x8x32_S32S8S8_SS_TN_SATURATE = SM90::GMMA::MMA_64x8x32_S32S8S8_SS_TN_SATURATE;
+
+template <>
+struct MMA_Traits<SM90_64x8x32_S32S8S8_SS_TN_SATURATE>
+{
+  using gone = int;
 };
 """
 
 
 def test_headers_without_unused_instructions():
     text = wgmma_headers.trim(WGMMA_STRUCTS, sparse=False)
-    assert text.count("kept()") == 2 and "gone" not in text
-    for left in (
-        "struct MMA_64x8x32_S32S8S8_SS_TN_SATURATE {};",
-        "template <GMMA::Major tnspA>\nstruct MMA_Traits<SM90_64x8x16_F16F16F16_SS<tnspA>> {};",
-        "using SM90_64x8x16_F16F16F16_SS = SM90::GMMA::MMA_64x8x16_F16F16F16_SS<tnspA>;",
-    ):
-        assert left in text
-    assert "kept" not in wgmma_headers.trim(WGMMA_STRUCTS, sparse=True)
+    assert text.count("kept()") == 3 and "gone" not in text
+    assert "struct MMA_64x8x32_S32S8S8_SS_TN_SATURATE {};" in text
+    assert "using SM90_64x8x16_F32F16F16_SS = SM90::GMMA::MMA_64x8x16_F32F16F16_SS<tnspA>;" in text
+    for unused in ("F16F16F16", "using SM90_64x8x32", "MMA_Traits<SM90_64x8x32"):
+        assert unused not in text
+    assert text.count("template <") == 3
+    sparse = wgmma_headers.trim(WGMMA_STRUCTS, sparse=True)
+    assert "kept" not in sparse and "MMA_Traits" not in sparse and "struct MMA_64x8x16_F32F16F16_SS {};" in sparse
     with pytest.raises(ConfigError, match="states its WGMMA instructions in another form"):
         wgmma_headers.trim("#pragma once\n", sparse=False)
 
 
 def test_headers_of_cutlass(folder, tmp_path):
-    """Of the real headers every name stays, and of each kept type as many instructions as there are widths."""
+    """Of the real headers every instruction's name stays, and of each kept type as many instructions and traits as there are widths."""
     cutlass = Path(locate("cutlass_library/source")) / "include"
     if not (cutlass / wgmma_headers.HEADERS[0]).is_file():
         pytest.skip("needs the nvidia-cutlass wheel")
     generate.generate(folder, tmp_path, ["90a"], "", "4.2.0", cutlass)
-    names = re.compile(r"^struct [^\n;{]*?(?= \{\};$|$)", re.MULTILINE)
+    names = re.compile(r"^struct (?!MMA_Traits)[^\n;{]*?(?= \{\};$|$)", re.MULTILINE)
     for header in wgmma_headers.HEADERS:
         before, after = (cutlass / header).read_text(), (tmp_path / "cutlass" / header).read_text()
         assert names.findall(before) == names.findall(after) and len(after) < 0.5 * len(before)
-    own = "".join((tmp_path / "cutlass" / header).read_text() for header in wgmma_headers.HEADERS[:2])
+    arch, _, traits, sparse_traits = (
+        "".join((tmp_path / "cutlass" / header).read_text() for header in wgmma_headers.HEADERS[i : i + 2]) for i in range(0, 8, 2)
+    )
+    assert "struct MMA_Traits<" not in sparse_traits
     for types in wgmma_headers.KEPT:
-        assert len(re.findall(rf"^struct MMA_64x\d+x\d+_{types}_SS(_TN)?\n\{{", own, re.MULTILINE)) == 32 - 14 * (types == "S32S8S8")
+        widths = 32 - 14 * (types == "S32S8S8")
+        assert len(re.findall(rf"^struct MMA_64x\d+x\d+_{types}_SS(_TN)?\n\{{", arch, re.MULTILINE)) == widths
+        assert len(re.findall(rf"^struct MMA_Traits<SM90_64x\d+x\d+_{types}_SS", traits, re.MULTILINE)) == widths

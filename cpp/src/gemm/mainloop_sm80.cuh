@@ -7,7 +7,8 @@
 
 #include "common/cutlass_element.cuh"
 #include "cute/tensor.hpp"
-#include "cutlass/gemm/collective/collective_mma.hpp"
+#include "cutlass/gemm/collective/collective_mma_decl.hpp"
+#include "cutlass/gemm/collective/sm80_mma_multistage.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "cutlass/numeric_types.h"
 #include "gemm/operand_sm80.cuh"

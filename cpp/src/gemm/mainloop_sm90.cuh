@@ -8,8 +8,9 @@
 #include "common/cutlass_element.cuh"
 #include "common/dependent_launch.cuh"
 #include "cute/tensor.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/pipeline/pipeline.hpp"
+#include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
+#include "cutlass/pipeline/sm90_pipeline.hpp"
 #include "minfer/types.h"
 
 namespace minfer::gemm {

@@ -32,7 +32,7 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
-#include "cutlass/pipeline/pipeline.hpp"
+#include "cutlass/pipeline/sm90_pipeline.hpp"
 #include "gemm/wgmma_sm90.cuh"
 #include "minfer/types.h"
 #include "moe/grouped/expert_scales.cuh"

@@ -18,7 +18,7 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
-#include "cutlass/pipeline/pipeline.hpp"
+#include "cutlass/pipeline/sm90_pipeline.hpp"
 #include "minfer/types.h"
 #include "moe/grouped/expert_tiles.cuh"
 #include "moe/grouped/row_gather.cuh"
