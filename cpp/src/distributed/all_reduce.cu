@@ -24,8 +24,13 @@ struct ReduceParams {
   ReduceBuffers buffers;
 };
 
+/// CTAs that an SM's registers must suffice for; 0: the compiler decides. Of seven ranks it would spill packets for the sake of more CTAs
+/// than are launched (sm_80).
+constexpr int ctas_with_registers(int ranks) { return ranks > 4 ? kCtasPerSm : 0; }
+
 template <DataType kType, int kRanks>
-__global__ void __launch_bounds__(kMostThreads, kCtasPerSm) all_reduce_kernel(__grid_constant__ ReduceParams const params) {
+__global__ void __launch_bounds__(kMostThreads, ctas_with_registers(kRanks))
+    all_reduce_kernel(__grid_constant__ ReduceParams const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
   wait_for_predecessor();
