@@ -29,29 +29,22 @@ _KEPT = re.compile(rf"_(?:{'|'.join(KEPT)})_[SR]S(?:_TN)?\b")
 _REMARKS = re.compile(r"^(?:/{20,}|// GMMA .*)\n\n?", re.MULTILINE)
 
 
+def _replace_unused(pattern: re.Pattern, by: str, text: str, *, sparse: bool) -> str:
+    """The text with what matches replaced, where it belongs to an instruction that no kernel uses."""
+    return pattern.sub(lambda found: found[0] if not sparse and _KEPT.search(found[1]) else found.expand(by), text)
+
+
 def trim(text: str, *, sparse: bool) -> str:
     """The header's text without the members of unused structs, their traits and second names.
 
     Raises:
-      ConfigError: there are none, so it is not the header that this was written for.
+      ConfigError: there are no such structs or traits, so it is not the header that this was written for.
     """
-    unused = 0
-
-    def replace_unused(by: str):
-        def replacement(found: re.Match) -> str:
-            nonlocal unused
-            if not sparse and _KEPT.search(found[1]):
-                return found[0]
-            unused += 1
-            return found.expand(by)
-
-        return replacement
-
-    text = _STRUCT.sub(replace_unused(r"\1 {};\n"), text)
-    text = _ALIAS.sub(replace_unused(""), _TRAITS.sub(replace_unused(""), text))
-    if unused == 0:
+    shorter = _replace_unused(_STRUCT, r"\1 {};\n", text, sparse=sparse)
+    shorter = _replace_unused(_TRAITS, "", shorter, sparse=sparse)
+    if shorter == text:
         raise ConfigError("this CUTLASS states its WGMMA instructions in another form than cpp/codegen/wgmma_headers.py knows")
-    return _REMARKS.sub("", text)
+    return _REMARKS.sub("", _replace_unused(_ALIAS, "", shorter, sparse=sparse))
 
 
 def texts(include: Path) -> dict[str, str]:

@@ -3,7 +3,7 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
-#include "common/opaque.cuh"
+#include "decoder_block/attention_sm90.cuh"
 #include "decoder_block/block_facts_sm90.cuh"
 
 namespace minfer::decoder_block {

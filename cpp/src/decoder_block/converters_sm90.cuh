@@ -1,8 +1,8 @@
 // The role of decoder_block_sm90.cuh that makes of activations, as they come, what consumers multiply: warps 4 to 11.
 #pragma once
 
-#include "common/opaque.cuh"
 #include "common/packet.cuh"
+#include "decoder_block/attention_sm90.cuh"
 #include "decoder_block/block_facts_sm90.cuh"
 
 namespace minfer::decoder_block {

@@ -12,7 +12,7 @@ namespace minfer::decoder_block {
 template <class Facts>
 class OutputFinisher : Facts {
   using Facts::kTokens, Facts::kType, Facts::kFinishers, Facts::kE4M3, Facts::p_, Facts::storage_, Facts::layers, Facts::units_of,
-      Facts::weight_of, Facts::tag_of, Facts::epoch_of, Facts::first_tag, Facts::is_divided, Facts::unpack;
+      Facts::weight_of, Facts::tag_of, Facts::epoch_of, Facts::is_divided, Facts::unpack;
   using typename Facts::T, typename Facts::EmptyBarrier;
 
  public:
