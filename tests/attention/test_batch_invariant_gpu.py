@@ -29,7 +29,7 @@ PLAIN = ("16bit", "fp8_e4m3", "int8")  # what a key becomes does not depend on t
 OPTIONS = ({}, dict(window_left=333), dict(softcap=7.0), dict(sinks=True), dict(window_left=100, softcap=15.0, sinks=True))
 HEADS = ((4, 4), (8, 2), (8, 1), (7, 1), (12, 2))
 # Around the edges of key blocks (64, 80, 96, 128 keys), of splits (448 to 576 keys) and of tiles.
-EDGES = (0, 1, 63, 64, 79, 80, 127, 128, 191, 192, 447, 448, 479, 480, 511, 512, 513, 575, 576, 639, 640, 959, 960, 1023, 1024, 1025, 1499)
+EDGES = (0, 1, 64, 79, 80, 127, 128, 191, 192, 479, 480, 511, 512, 513, 559, 560, 575, 576, 639, 640, 1023, 1024, 1025, 1119, 1120, 1499)
 LENGTH = 1500
 
 
@@ -124,7 +124,7 @@ def test_tensors_and_caches(head_dim, dtype):
         two = [torch.cat([torch.randn(700, *x.shape[2:], device=DEVICE, dtype=dtype), x[0]]) for x in (k, v)]
         out, lse = minfer.attention_varlen(torch.cat([other, q[0]]), *two, ends, ends, LENGTH, LENGTH, causal=True, **options)
         assert not differs((out[700:], lse[:, 700:].T.contiguous()), want), (heads, options)
-        for at in (0, 1, 479, 480, 700, 1024, LENGTH - 1):
+        for at in (0, 1, 559, 560, 700, 1024, LENGTH - 1):
             lengths = torch.tensor([at + 1], dtype=torch.int32, device=DEVICE)
             out, lse = minfer.attention_paged(q[:, at : at + 1], k, v, lengths, **options)
             assert not differs((out[0], lse[0].T.contiguous()), cut(want, at, at + 1)), (heads, options, at)
@@ -213,7 +213,7 @@ def test_padding_of_a_graph(kv_format, few):
         name = kernel_of(kv_format, 128, torch.bfloat16, few)
         call = make([900, 2000] + [0] * (places - 2), kv_format, heads, (128, 128), torch.bfloat16, most=2048)
         graph, have = captured(call, **name)
-        for lengths in ([900, 2000], [899, 1], [480, 481], [0, 1700], [900, 2000]):
+        for lengths in ([900, 2000], [899, 1], [560, 561], [0, 1700], [900, 2000]):
             if kv_format == "int4" and lengths != [900, 2000]:
                 continue  # which tokens are codes follows from the length
             call.seq_lens.copy_(torch.tensor(lengths + [0] * (places - 2), dtype=torch.int32))
@@ -249,7 +249,7 @@ def test_numbers(kv_format, dtype):
     def cases():
         wide = (((192, 128), (8, 2)), ((192, 192), (4, 2)), ((256, 256), (4, 2)))
         for head_dims, heads in (((64, 64), (4, 4)), ((128, 128), (8, 1)), ((96, 64), (7, 1)), *wide):
-            for lengths, queries in (([5000, 1, 0, 481], 1), ([480, 1, 0, 90], 1), ([700, 3000], 90), ([1000, 40, 513], [3, 40, 200])):
+            for lengths, queries in (([5000, 1, 0, 561], 1), ([560, 1, 0, 90], 1), ([700, 3000], 90), ([1000, 40, 513], [3, 40, 200])):
                 for options in OPTIONS[:2] if queries == 1 else OPTIONS[1:]:
                     options = call_options(options, heads[0], dtype, DEVICE)
                     call = make(lengths, kv_format, heads, head_dims, dtype, queries=queries)

@@ -309,7 +309,22 @@ TEST_CASE(batch_invariant_decode_divides_long_keys) {
   CHECK_EQUAL(prefill.split_rows, 0);
   CHECK(alone.kernel == many.kernel && alone.kernel->tile_m == 8 && prefill.kernel->tile_m == 192);
   CHECK_EQUAL(alone.kernel->tile_n, prefill.kernel->tile_n);
-  CHECK(plan_for(1, 8, 4096).kernel == alone.kernel && plan_for(1, 9, 4096).kernel == prefill.kernel);  // 32 rows and 36
+  CHECK(plan_for(1, 8, 4096).kernel == alone.kernel && plan_for(1, 9, 4096).kernel->tile_m > 8);  // 32 rows and 36
+}
+
+TEST_CASE(batch_invariant_short_queries_take_smaller_tiles_of_the_same_key_blocks) {
+  auto const plan_for = [](int64_t batch, int64_t queries, int64_t keys) {
+    AttentionProblem p = cached(problem_of(batch, queries, keys, 32, 8, 128, 128), WeightFormat::kDense, 64);
+    p.type = DataType::kBF16;
+    p.window_right = 0;
+    p.batch_invariant = true;
+    return plan_of(p, h200_properties());
+  };
+  AttentionPlan const shorter = plan_for(1, 300, 3000), longer = plan_for(1, 8192, 8192);
+  CHECK_EQUAL(shorter.kernel->tile_m, 128);  // tiles of 192 rows take longer each, and fewer SMs have one
+  CHECK_EQUAL(longer.kernel->tile_m, 192);
+  CHECK(shorter.kernel->tile_n == longer.kernel->tile_n && shorter.split_keys == longer.split_keys);
+  CHECK(shorter.predicted_us < longer.predicted_us);
 }
 
 TEST_CASE(batch_invariant_attention_says_what_it_cannot_do) {

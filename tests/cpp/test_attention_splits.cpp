@@ -172,7 +172,7 @@ bool check_launch(Launch const& launch) {
   Context const at(launch.text);
   if (launch.plan.kernel->tile_m == 8) return launch.plan.kernel->tile_n == 80 ? check<8, 80>(launch) : check<8, 128>(launch);
   if (launch.plan.kernel->tile_n == 128) return check<192, 128>(launch);
-  if (launch.plan.kernel->tile_n == 80) return check<192, 80>(launch);
+  if (launch.plan.kernel->tile_n == 80) return launch.plan.kernel->tile_m == 128 ? check<128, 80>(launch) : check<192, 80>(launch);
   CHECK(launch.plan.kernel->tile_m == 128 && launch.plan.kernel->tile_n == 96);
   return check<128, 96>(launch);
 }
@@ -213,6 +213,10 @@ TEST_CASE(slots_of_sequences_that_overlap_are_in_the_workspace) {
     Launch launch = draw_launch(draw);
     if (!launch.problem.varlen || launch.plan.split_rows == 0 || launch.plan.kernel->tile_n != 80) continue;
     Context const at(launch.text);
-    launch.plan.kernel->tile_m == 8 ? check_overlapping<8, 80>(launch, draw) : check_overlapping<192, 80>(launch, draw);
+    switch (launch.plan.kernel->tile_m) {
+      case 8: check_overlapping<8, 80>(launch, draw); break;
+      case 128: check_overlapping<128, 80>(launch, draw); break;
+      default: check_overlapping<192, 80>(launch, draw);
+    }
   }
 }

@@ -28,7 +28,7 @@ TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh,
 REGISTERS = {1: 240, 2: 232, 3: 160}  # of a consumer thread, at least, by warpgroups: prefill_traits.cuh
 CODES_REGISTERS = {128: 192, 256: 208}  # beside a converter, by head_dim
 FEW_ROWS = 8  # of a tile whose rows are the MMA's n
-SPLIT_KEYS = 512  # about, in the batch-invariant mode: shared/splits.h
+SPLIT_KEYS = 512  # at least, in the batch-invariant mode: shared/splits.h
 SPARE_REGISTERS = 24  # beside scores, probabilities and output
 DECODE_WARPS, DECODE_THREADS, DECODE_MAX_STAGES = 8, 384, 32
 
@@ -62,7 +62,7 @@ def few_rows(row: Row) -> list[dict]:
     codes = cache != "dense"
     row.require(cache != "codes", "cache", "of codes is for tiles of 64 queries and more")
     _, tile_n = row.integers("tile", 2)
-    blocks = (SPLIT_KEYS + tile_n // 2) // tile_n
+    blocks = -(-SPLIT_KEYS // tile_n)
     row.require(row.flag("invariant") and row.get("schedule") == "cooperative", "tile", "of 8 queries is batch-invariant and cooperative")
     row.require(head_dim <= 128 and row.get("head_dim_v", head_dim) == head_dim, "head_dim", "must be that of the values, up to 128")
     row.require(tile_n % 16 == 0 and blocks <= 8, "tile", "keys: a multiple of 16; a split has 8 blocks at most, one for each warp")

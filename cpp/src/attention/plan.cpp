@@ -121,7 +121,6 @@ Status check(AttentionProblem const& p) {
   return Status::success();
 }
 
-/// Whether it is one of the batch-invariant kernels for few rows.
 /// The largest number of heads of one KV head that a tile can pack: short queries then read K and V as rarely as possible.
 int64_t choose_packed_heads_invariant(KernelInfo const& kernel, AttentionProblem const& p) {
   int64_t best = 1, group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : 1;
@@ -299,17 +298,25 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   for (Candidate const& c : found) least_k = splits_keys(*c.kernel) ? std::min(least_k, c.kernel->tile_k) : least_k;
   std::erase_if(found, [&](Candidate const& c) { return splits_keys(*c.kernel) && c.kernel->tile_k > least_k; });
   if (problem.batch_invariant && !found.empty()) {
-    // By the head dimensions alone: another kernel has other key blocks, so other bits. Few rows take a kernel with the same blocks.
+    // The key blocks by the head dimensions alone: with others the bits would be others. Of the kernels that have them the one that is
+    // expected to be fastest; few rows take one of their own.
     auto const smaller = [](Candidate const& a, Candidate const& b) {
       return std::pair(a.kernel->tile_k, a.kernel->head_dim_v) < std::pair(b.kernel->tile_k, b.kernel->head_dim_v);
     };
     KernelInfo const& whole = *std::min_element(found.begin(), found.end(), smaller)->kernel;
+    auto const has_blocks_of_whole = [&](KernelInfo const& kernel) {
+      return kernel.tile_k == whole.tile_k && kernel.tile_n == whole.tile_n && kernel.head_dim_v == whole.head_dim_v;
+    };
     *plan = describe(whole, problem, device);
+    for (Candidate const& c : found) {
+      if (c.kernel == &whole || !has_blocks_of_whole(*c.kernel)) continue;
+      AttentionPlan const other = describe(*c.kernel, problem, device);
+      if (other.predicted_us < plan->predicted_us) *plan = other;
+    }
     int64_t const packed = plan->packed_heads;
     for (KernelInfo const* at : few) {
       KernelInfo const& kernel = *at;
-      if (kernel.tile_k != whole.tile_k || kernel.tile_n != whole.tile_n || kernel.head_dim_v != whole.head_dim_v) continue;
-      if (problem.seqlen_q * packed > kFewRows) continue;
+      if (!has_blocks_of_whole(kernel) || problem.seqlen_q * packed > kFewRows) continue;
       *plan = describe(kernel, problem, device);
     }
     char divided[128] = "; all keys are one split";
@@ -319,7 +326,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     } else if (plan->split_keys > 0) {
       std::snprintf(divided, sizeof(divided), ", splits of %lld keys", (long long)plan->split_keys);
     }
-    std::snprintf(plan->reason, sizeof(plan->reason), "batch-invariant: by head dimensions and cache alone%s", divided);
+    std::snprintf(plan->reason, sizeof(plan->reason), "batch-invariant: key blocks by head dimensions and cache alone%s", divided);
     return Status::success();
   }
   AttentionProblem const full = with_last_page(problem, kFullPage), empty = with_last_page(problem, kEmptyPage);

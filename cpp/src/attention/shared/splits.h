@@ -15,10 +15,10 @@
 
 namespace minfer::attention {
 
-/// Keys of a split, about: a whole number of key blocks of tile_n keys. Longer ones would leave SMs idle where few sequences are decoded,
-/// shorter ones cost prefill more folds.
+/// Keys of a split, at least: as many key blocks of tile_n keys as that takes, so that prompts of so many are one. Longer ones would leave
+/// SMs idle where few sequences are decoded, shorter ones cost prefill more folds.
 constexpr int kInvariantSplitKeys = 512;
-constexpr int split_blocks_of(int tile_n) { return (kInvariantSplitKeys + tile_n / 2) / tile_n; }
+constexpr int split_blocks_of(int tile_n) { return (kInvariantSplitKeys + tile_n - 1) / tile_n; }
 constexpr int split_keys_of(int tile_n) { return split_blocks_of(tile_n) * tile_n; }
 
 /// Whether a kernel divides keys into splits. With longer rows the registers for that would be spilled: all keys are one split there, and a
