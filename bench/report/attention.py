@@ -19,7 +19,7 @@ from bench.report.tables import (
 )
 
 MASKS = ("causal", "full")
-COMPARED = ("prefill", "decode")  # suites with peers
+COMPARED = ("prefill", "chunks", "decode")  # suites with peers
 COLOURS = {"ours": "#1f6fb4", "cudnn": "#3a8f4d", "fa3": "#d1622b", "fa4": "#8a4fb0", "flashinfer": "#b0964f"}
 QUANTISED = {"fp8_e4m3": "#63a6dd", "int8": "#3aa6a0", "int4": "#7a3fb0"}  # formats of caches, and their colours
 READ_RATE = 4.45  # TB/s of the floors
@@ -139,6 +139,24 @@ def _quantised(rows: Sequence[Row]) -> str:
     return text + table(["heads, batch", *map(str, contexts)], lines)
 
 
+def _chunks(peers: dict[str, list[Row]]) -> str:
+    """A line for each cell: ours, the peer, and our kernels that divide no tile's keys."""
+    rows = {(row["shape"]["model"], row["shape"]["m"], row["shape"]["heads_q"]): row for own in peers.values() for row in own}
+    ratios = {peer: {(r["shape"]["model"], r["shape"]["m"], r["shape"]["heads_q"]): r["ratio"] for r in own} for peer, own in peers.items()}
+    lines = []
+    for key, row in sorted(rows.items(), key=lambda item: (item[1]["shape"]["format"], item[1]["shape"]["queries"])):
+        s = row["shape"]
+        size = [s["format"], f"{s['heads_q']}/{s['heads_kv']}", f"{s['batch']} x {s['queries']}", str(s["m"]), f"{row['us']:.1f}"]
+        lines.append([*size, f"{row['fraction']:.2f}", *(f"{of[key]:.2f}" if key in of else "-" for of in ratios.values())])
+    lines.append(["all", "", "", "", "", "", *(geomean_and_min(own) for own in peers.values())])
+    text = (
+        "`chunks`, the last queries of sequences over all their keys in pages of 64, head_dim 128, bf16; drawn shapes, for which no plan"
+        " was made: us, the share of the floor, and how many times as fast as the peer, and as the fastest of our kernels that do not"
+        " divide the keys of a tile of many queries.\n\n"
+    )
+    return text + table(["cache", "heads", "sequences x queries", "keys", "us", "of the floor", *map(peer_name, peers)], lines)
+
+
 def _layouts(rows: Sequence[Row]) -> str:
     """Of a page size, or contiguous, against the page size of the other tables."""
     pages = sorted({row["shape"]["page"] or 0 for row in rows}, key=lambda page: page or 1 << 30)
@@ -218,6 +236,8 @@ def section(results: dict[str, Any]) -> str:
     for peer, text in VARIANT_TEXTS.items():
         if rows := suites.get("variants", {}).get(peer):
             parts.append(_variants(rows, text))
+    if chunks := {peer: rows for peer, rows in suites.get("chunks", {}).items() if peer != "best"}:
+        parts.append(_chunks(chunks))
     decode = suites.get("decode", {})
     if best := decode.get("best"):
         parts.append(_decode(best))

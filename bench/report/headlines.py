@@ -57,6 +57,7 @@ HEADLINES = (
     ),
     Headline("attention, prefill", "head_dim 64, 128, 256, causal and full", "attention", ("prefill",)),
     Headline("attention, prefill", "varlen, windows, softcap, sinks", "attention", ("variants",)),
+    Headline("attention, chunks of prompts", "16 to 1024 queries over 2048 to 65536 keys in pages", "attention", ("chunks",)),
     Headline("attention, decode", "16-bit caches, batch 1 to 256", "attention", ("decode",)),
     Headline("KV-cache append", "16-bit cache, 64 sequences", "attention", ("append",)),
     Headline("norms, activations, embeddings", "256 MB, widths 896 to 262144", "fused", ("rows",)),

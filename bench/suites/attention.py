@@ -1,6 +1,8 @@
-"""The evidence of attention: which cells a command has, and their run. What a cell measures: attention_{prefill,decode,append,accuracy}.py.
+"""The evidence of attention: which cells a command has, and their run. What a cell measures: attention_{prefill,chunks,decode,append,
+accuracy}.py.
 
-prefill and variants: whole prompts; decode: one query over KV caches; append: new tokens into them; accuracy: errors, no times.
+prefill and variants: whole prompts; chunks: some queries over KV caches; decode: one query over them; append: new tokens into them;
+accuracy: errors, no times.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.suites import attention_accuracy, attention_append, attention_decode, attention_prefill
+from bench.suites import attention_accuracy, attention_append, attention_chunks, attention_decode, attention_prefill
 from bench.suites.attention_common import DTYPES, AttentionResults, with_modules
 from bench.suites.moe import chosen_of
 
@@ -21,11 +23,12 @@ MODULES = {
     "append": attention_append,
     "prefill": attention_prefill,
     "variants": attention_prefill,
+    "chunks": attention_chunks,
     "decode": attention_decode,
 }
-OF_SUITE = attention_prefill.PEERS | {suite: MODULES[suite].PEERS for suite in ("accuracy", "append", "decode")}
+OF_SUITE = attention_prefill.PEERS | {suite: MODULES[suite].PEERS for suite in ("accuracy", "append", "chunks", "decode")}
 WITHOUT_GPU = ("accuracy",)  # suites that time nothing
-SUITES = ("prefill", "variants", "decode", "append", "accuracy")
+SUITES = ("prefill", "variants", "chunks", "decode", "append", "accuracy")
 PEERS = ("cudnn", "fa3", "flashinfer", "torch_compile", "fa4")
 DEFAULT_PEERS = PEERS[:4]  # fa4 compiles for minutes
 
@@ -57,6 +60,8 @@ def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
     for suite in ("prefill", "variants"):
         if suite in suites:
             found += attention_prefill.cells(suite, dtypes, head_dims, seqlens)
+    if "chunks" in suites and 128 in head_dims:
+        found += attention_chunks.cells(dtypes)
     if "decode" in suites and 128 in head_dims:
         found += attention_decode.cells(dtypes)
     return found

@@ -469,6 +469,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   Json json;
   json.open('{').key("kernel").value(plan.kernel->name).key("pack").value(plan.packed_heads).key("counted").value(plan.counted);
   json.key("split_keys").value(plan.split_keys).key("split_rows").value(plan.split_rows).key("max_splits").value(plan.max_splits);
+  json.key("split_count").value(plan.split_count);
   json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
   json.key("floor_us").value(plan.floor_us).key("reason").value(plan.reason).close('}');
   return json.text();

@@ -90,7 +90,7 @@ void check_plan(AttentionPlan const& plan, AttentionProblem const& p, DeviceProp
   KernelInfo const& kernel = *plan.kernel;
   CHECK(kernel.ab_type == p.type && kernel.tile_k >= p.head_dim && kernel.head_dim_v >= p.head_dim_v);
   CHECK(kernel.smem_bytes <= device.smem_per_block);
-  CHECK_EQUAL(std::string(kernel.operation), p.batch_invariant ? "attention_invariant" : "attention");
+  CHECK_EQUAL(std::string(kernel.operation), p.batch_invariant || plan.split_count > 0 ? "attention_invariant" : "attention");
   int64_t const group = p.heads_q / p.heads_kv;
   CHECK(plan.predicted_us >= plan.floor_us && plan.floor_us >= 0);
   if (p.cached) CHECK(plan.box_rows > 0 && kernel.tile_n % plan.box_rows == 0 && (!p.paged || p.page_size % plan.box_rows == 0));
@@ -104,7 +104,13 @@ void check_plan(AttentionPlan const& plan, AttentionProblem const& p, DeviceProp
     CHECK(plan.workspace_bytes >= size_t(plan.partial_slots * 8 * plan.row_tiles * kernel.tile_k * 4));
   } else {
     CHECK(p.num_splits == 0 && group % plan.packed_heads == 0 && kernel.tile_m % plan.packed_heads == 0);
-    CHECK_EQUAL(plan.counted, plan.workspace_bytes > 0);
+    if (plan.split_count == 0) CHECK_EQUAL(plan.counted, plan.workspace_bytes > 0);
+  }
+  if (plan.split_count > 0) {  // a tile of many rows, whose splits fill a few waves
+    CHECK(kernel.tile_m >= 64 && plan.split_count > 1 && plan.split_rows == p.seqlen_q * plan.packed_heads && !plan.counted);
+    CHECK_EQUAL(plan.max_splits, plan.split_count + (p.window_left >= 0 ? 1 : 0));
+    CHECK(plan.workspace_bytes >= size_t(plan.partial_slots * plan.slot_rows * (p.head_dim_v + 2) * 4));
+    CHECK(plan.workspace_bytes <= size_t(5) << 28);
   }
 }
 
@@ -310,6 +316,28 @@ TEST_CASE(batch_invariant_decode_divides_long_keys) {
   CHECK(alone.kernel == many.kernel && alone.kernel->tile_m == 8 && prefill.kernel->tile_m == 192);
   CHECK_EQUAL(alone.kernel->tile_n, prefill.kernel->tile_n);
   CHECK(plan_for(1, 8, 4096).kernel == alone.kernel && plan_for(1, 9, 4096).kernel->tile_m > 8);  // 32 rows and 36
+}
+
+TEST_CASE(few_tiles_over_many_keys_are_divided) {
+  auto const plan_for = [](int64_t batch, int64_t queries, int64_t keys, WeightFormat format = WeightFormat::kDense) {
+    AttentionProblem p = cached(problem_of(batch, queries, keys, 32, 8, 128, 128), format, 64);
+    p.type = DataType::kBF16;
+    p.window_right = 0;
+    return plan_of(p, h200_properties());
+  };
+  for (int64_t queries : {64, 128, 200}) {
+    for (int64_t keys : {8192, 32768}) {
+      AttentionPlan const plan = plan_for(1, queries, keys);
+      Context const at(std::to_string(queries) + " queries, " + std::to_string(keys) + " keys");
+      CHECK(plan.split_count > 1 && plan.split_rows == queries * plan.packed_heads && plan.max_splits == plan.split_count);
+      // A wave or few of items that have nearly as many keys each.
+      CHECK(double(plan.partial_slots) <= 3.0 * 132 && plan.split_keys == 0 && plan.workspace_bytes > 0);
+    }
+    CHECK(plan_for(1, queries, 32768, WeightFormat::kFp8E4M3).split_count > 1);
+  }
+  CHECK_EQUAL(plan_for(1, 4096, 32768).split_count, 0);  // tiles for all SMs
+  CHECK_EQUAL(plan_for(1, 64, 256).split_count, 0);      // few keys
+  CHECK_EQUAL(plan_for(64, 1, 8192).split_count, 0);     // decode has kernels of its own
 }
 
 TEST_CASE(batch_invariant_short_queries_take_smaller_tiles_of_the_same_key_blocks) {

@@ -1,4 +1,4 @@
-// The items of batch-invariant attention (attention/prefill/split_items.h) for plans of random calls: that they are all tiles and splits,
+// The items of attention that divides keys (attention/prefill/split_items.h) for plans of random calls: that they are all tiles and splits,
 // each once, that partials have slots of their own, which the kernel behind finds again, and that nothing leads outside of the workspace.
 #include <algorithm>
 #include <map>
@@ -21,7 +21,7 @@ namespace {
 
 /// What SplitItems reads of the kernels' parameters.
 struct Params {
-  int32_t window_left, window_right, packed_heads, head_tiles, q_tiles, split_rows, max_splits, max_items;
+  int32_t window_left, window_right, packed_heads, head_tiles, q_tiles, split_count, split_rows, max_splits, max_items;
 };
 
 struct Sequence {
@@ -46,7 +46,7 @@ struct Launch {
 };
 
 /// A call over a cache. Lengths are what the operands allow, also longer than they were said to be.
-Launch draw_launch(Draw& draw) {
+Launch draw_launch(Draw& draw, bool batch_invariant = true) {
   Launch launch;
   AttentionProblem& p = launch.problem;
   p.batch = draw.of({1, 2, 5, 33, 100});
@@ -63,7 +63,7 @@ Launch draw_launch(Draw& draw) {
   p.window_right = draw.of({0, 0, -1});
   p.varlen = draw(0, 1) == 1;
   p.seqlen_q = draw.of({1, 1, 3, 40, 600});
-  p.batch_invariant = true;
+  p.batch_invariant = batch_invariant;
   int32_t row = p.varlen ? int32_t(draw(0, 3)) : 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     int64_t const most = draw(0, 9) == 0 ? 2 * p.seqlen_q + 5 : p.seqlen_q;
@@ -83,6 +83,7 @@ Launch draw_launch(Draw& draw) {
                    int32_t(plan.packed_heads),
                    int32_t(p.heads_q / plan.packed_heads),
                    int32_t((rows + plan.kernel->tile_m - 1) / plan.kernel->tile_m),
+                   int32_t(plan.split_count),
                    int32_t(plan.split_rows),
                    int32_t(plan.max_splits),
                    int32_t(plan.partial_slots)};
@@ -94,11 +95,10 @@ Launch draw_launch(Draw& draw) {
 
 /// The key blocks of a tile, or of 64 rows of it, as the kernel's blocks_of() has them.
 template <int kTileM, int kTileN>
-KeyBlocks<kTileN> blocks_of(Params const& p, Sequence const& s, int first, int rows, int split) {
+KeyBlocks<kTileN> blocks_of(Params const& p, Sequence const& s, int first, int rows, int split, int split_blocks) {
   int const last = std::min(first + rows / p.packed_heads - 1, s.queries - 1);
   KeyBlocks<kTileN> blocks(Mask(s.queries, s.keys, p.window_left, p.window_right), first, last);
-  constexpr int kBlocks = split_blocks_of(kTileN);
-  if (split >= 0) blocks.cut(split * kBlocks, (split + 1) * kBlocks);
+  if (split >= 0) blocks.cut(split * split_blocks, (split + 1) * split_blocks);
   return blocks;
 }
 
@@ -114,6 +114,8 @@ bool check(Launch const& launch) {
     Sequence const& s = launch.sequences[size_t(b)];
     auto const splits = Items::splits_of(p, s.queries, s.keys);
     bool const divided = Items::is_divided(p, s.queries, splits);
+    int const length = splits.blocks * kTileN;
+    CHECK(splits.blocks == Items::kSplitBlocks || p.split_count > 0);
     int const count = Items::count(p, s.queries, s.keys);
     items += count;
     auto const slot_of = [&](int head_tile, int first, int split) {
@@ -123,6 +125,7 @@ bool check(Launch const& launch) {
     for (int number = 0; number < count; ++number) {
       auto const item = Items::at(p, s.queries, s.keys, number);
       CHECK_EQUAL(item.split >= 0, divided);
+      CHECK_EQUAL(item.split_blocks, splits.blocks);
       CHECK(item.head_tile >= 0 && item.head_tile < p.head_tiles && item.first >= 0 && item.first < s.queries);
       CHECK_EQUAL(item.first % (kTileM / p.packed_heads), 0);
       int64_t const slot = divided ? slot_of(item.head_tile, item.first, item.split) : -1;
@@ -135,14 +138,14 @@ bool check(Launch const& launch) {
       }
       CHECK(slot >= 0 && slot < launch.plan.partial_slots && slots.insert(slot).second);
       // The blocks of all splits, and those outside of them, are the tile's; each warpgroup's are among its tile's.
-      auto const tile = blocks_of<kTileM, kTileN>(p, s, item.first, kTileM, item.split);
+      auto const tile = blocks_of<kTileM, kTileN>(p, s, item.first, kTileM, item.split, splits.blocks);
       CHECK(tile.begin <= tile.end);
       for (int row = 0; row < kTileM; row += kWarpgroupRows) {
         int const first = item.first + row / p.packed_heads;
         if (first >= s.queries) break;
-        auto const own = blocks_of<kTileM, kTileN>(p, s, first, kWarpgroupRows, item.split);
+        auto const own = blocks_of<kTileM, kTileN>(p, s, first, kWarpgroupRows, item.split, splits.blocks);
         CHECK(own.begin == own.end || (tile.begin <= own.begin && own.end <= tile.end));
-        CHECK(own.begin >= item.split * Items::kSplitBlocks && own.end <= (item.split + 1) * Items::kSplitBlocks);
+        CHECK(own.begin >= item.split * splits.blocks && own.end <= (item.split + 1) * splits.blocks);
       }
     }
     int64_t const tiles = Items::tiles_of(p, s.queries) * p.head_tiles;
@@ -152,12 +155,12 @@ bool check(Launch const& launch) {
       Mask const mask(s.queries, s.keys, p.window_left, p.window_right);
       int const begin = mask.begin(query), end = mask.end(query), first = query - query % (kTileM / p.packed_heads);
       CHECK((query - first) * p.packed_heads + p.packed_heads <= launch.plan.slot_rows);
-      for (int split = begin / Items::kSplitKeys; begin < end && split * Items::kSplitKeys < end; ++split) {
+      for (int split = begin / length; begin < end && split * length < end; ++split) {
         auto const found = of_items.find({query % p.head_tiles, first, split});
         CHECK(found != of_items.end() && found->second == slot_of(query % p.head_tiles, first, split));
-        int const from = std::max(begin, split * Items::kSplitKeys), to = std::min(end, (split + 1) * Items::kSplitKeys);
+        int const from = std::max(begin, split * length), to = std::min(end, (split + 1) * length);
         int const rows = (query - first) * p.packed_heads / kWarpgroupRows * kWarpgroupRows;
-        auto const own = blocks_of<kTileM, kTileN>(p, s, first + rows / p.packed_heads, kWarpgroupRows, split);
+        auto const own = blocks_of<kTileM, kTileN>(p, s, first + rows / p.packed_heads, kWarpgroupRows, split, splits.blocks);
         CHECK(own.begin * kTileN <= from && own.end * kTileN >= to);
       }
     }
@@ -205,6 +208,19 @@ TEST_CASE(splits_of_batch_invariant_attention_are_computed_once) {
     divided += check_launch(draw_launch(draw));
   }
   CHECK(divided > 300);
+}
+
+TEST_CASE(splits_of_few_tiles_over_many_keys_are_computed_once) {
+  int divided = 0;
+  for (int seed = 0; seed < 3000; ++seed) {
+    Draw draw{std::mt19937(unsigned(seed))};
+    Context const at("seed " + std::to_string(seed));
+    Launch const launch = draw_launch(draw, false);
+    if (launch.plan.split_count == 0) continue;
+    CHECK(launch.plan.kernel->tile_m >= 64 && launch.plan.split_count > 1);
+    divided += check_launch(launch);
+  }
+  CHECK(divided > 100);
 }
 
 TEST_CASE(slots_of_sequences_that_overlap_are_in_the_workspace) {

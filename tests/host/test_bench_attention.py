@@ -15,6 +15,7 @@ from bench.suites import (
     attention as attention_suites,
     attention_accuracy,
     attention_append,
+    attention_chunks,
     attention_prefill,
 )
 from bench.suites.attention_common import AttentionResults, checked_error, decode_kernel
@@ -49,6 +50,16 @@ def test_cells():
     assert {c["dtype"] for c in attention_suites.cells(arguments("--dtypes", "bf16"))} == {"bf16"}
     with pytest.raises(ValueError, match="--suite must be of"):
         attention_suites.cells(arguments("--suite", "speed"))
+
+
+def test_chunks():
+    """Drawn shapes, the same in each run; every format; queries are the last of the keys."""
+    cells = attention_chunks.cells(["bf16"])
+    assert cells == attention_chunks.cells(["bf16"]) and attention_chunks.cells(["f16"]) == []
+    assert {cell["format"] for cell in cells} == set(KV_FORMATS) and len(cells) == sum(attention_chunks.COUNTS.values())
+    low, high = attention_chunks.QUERIES
+    assert all(low <= cell["queries"] <= high and cell["m"] >= cell["queries"] for cell in cells)
+    assert attention_chunks.pairs(3, 5) == 3 + 4 + 5
 
 
 def test_lengths_and_pairs():
@@ -135,6 +146,10 @@ def test_report():
     appends = [row("append", f"batch 64, {f}", 64, "ours:16bit", 1.0, us=us, heads=(8, 8), format=f, page=64)
                for f, us in (("16bit", 2.0), ("int4", 2.5))]  # fmt: skip
     appends.append(row("append", "batch 64, 16bit", 64, "torch_compile", 1.5, us=2.0, heads=(8, 8), format="16bit", page=64))
+    chunks = [
+        row("chunks", "1 x 64, 16bit", 8192, peer, ratio, us=40.0, heads=(32, 8), format="16bit", queries=64)
+        for peer, ratio in (("fa3", 1.25), (attention_chunks.UNDIVIDED, 2.5))
+    ]
     errors = dict(suite="accuracy", op="attention", kernel="x", dtype="bf16", ratio=0.9)
     shape = dict(m=1024, head_dim=64, heads_q=4, heads_kv=2)
     accuracy = [
@@ -148,6 +163,8 @@ def test_report():
     assert "Where a peer is faster: 1 of" in text, "forms of ours are no peers"
     text = report_attention.section(head | {"rows": appends})
     assert "| element | 16bit | int4 | torch.compile, 16bit |" in text and "| bf16 | 2.00 | 2.50 | 3.00 |" in text
+    text = report_attention.section(head | {"rows": chunks})
+    assert "| 16bit | 32/8 | 1 x 64 | 8192 | 40.0 | 0.50 | 1.25 | 2.50 |" in text and "No cell was slower" in text
     text = report_attention.section(head | {"rows": accuracy})
     assert "| bf16, 64 | 2.0e-03: 1.11 |" in text and "(at most 1.11)" in text and "| int4 (KIVI: K by channels) | 12.0% |" in text
     assert "| int4, K by tokens (not a format of ours) | 13.0% |" in text and "No cell was slower" in text

@@ -73,8 +73,9 @@ struct AttentionPlan {
   int64_t row_tiles = 0, min_key_blocks = 0, partial_slots = 0, lockstep = 1;
   // Batch-invariant kernels. Keys are divided into splits of split_keys keys; 0: all keys are one. A sequence of at most split_rows packed
   // rows and max_splits splits has its splits computed by different CTAs, which leave slot_rows rows in each of partial_slots slots; 0:
-  // there is none.
-  int64_t split_keys = 0, split_rows = 0, max_splits = 0, slot_rows = 0;
+  // there is none. Outside of the mode these kernels compute few tiles of queries over many keys, those of each sequence in split_count
+  // splits.
+  int64_t split_keys = 0, split_rows = 0, max_splits = 0, slot_rows = 0, split_count = 0;
   int64_t ctas = 0;            // set for split-KV and portable kernels
   size_t workspace_bytes = 0;  // of any content; aligned to 256 bytes
   double predicted_us = 0, floor_us = 0;

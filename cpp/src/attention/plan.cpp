@@ -20,7 +20,7 @@ namespace minfer {
 namespace attention {
 namespace {
 
-constexpr int64_t kFewRows = 32;                 // of a sequence, up to which a tile of 8 rows is taken in the batch-invariant mode
+constexpr int64_t kFewRows = 32;                 // of a KV head in a sequence, up to which the mode takes a tile of 8, and others split-KV
 constexpr int64_t kMaxItems = int64_t(1) << 30;  // that 32 bits count, and sums of two
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr CostModel kCostModel{};
@@ -131,12 +131,30 @@ int64_t choose_packed_heads_invariant(KernelInfo const& kernel, AttentionProblem
   return best;
 }
 
+constexpr double kMergeUs = 2.5;          // of the launch that folds splits
+constexpr int64_t kMaxMergeCtas = 65535;  // of a sequence
+
+/// Slots for the splits of sequences of at most split_rows packed rows, if they take no more memory and CTAs than they may.
+bool make_slots(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, int64_t split_rows, int64_t splits,
+                AttentionPlan* plan) {
+  constexpr double kMaxBytes = double(1 << 30), kMaxSharesOfMemory = 16.0;
+  int64_t const packed = plan->packed_heads, rows = p.seqlen_q * packed, slot_rows = std::min<int64_t>(split_rows, kernel.tile_m);
+  int64_t const tiles = p.varlen ? p.tokens_q * packed / kernel.tile_m + p.batch : p.batch * ((rows + kernel.tile_m - 1) / kernel.tile_m);
+  double const slots = double(tiles) * double(p.heads_q / packed) * double(splits);
+  double const bytes = slots * double(slot_rows) * double(kernel.head_dim_v + 2) * 4.0;
+  double const limit = device.memory_bytes > 0 ? std::min(kMaxBytes, double(device.memory_bytes) / kMaxSharesOfMemory) : kMaxBytes;
+  if (bytes > limit || slots > double(kMaxItems) || (split_rows / packed * p.heads_q + 7) / 8 > kMaxMergeCtas) return false;
+  plan->split_rows = split_rows;
+  plan->max_splits = splits;
+  plan->slot_rows = slot_rows;
+  plan->partial_slots = int64_t(slots);
+  return true;
+}
+
 /// Chooses which sequences' splits are computed by CTAs of their own: whatever is chosen has the same bits.
 void plan_splits(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, AttentionPlan* plan) {
-  constexpr double kMaxBytes = double(1 << 30), kMaxSharesOfMemory = 16.0;
-  constexpr double kMergeUs = 2.5;          // of the launch that folds
-  constexpr int64_t kMaxMergeCtas = 65535;  // of a sequence
-  constexpr int64_t kShortRows = 16;        // beside longer sequences
+  constexpr int64_t kShortRows = 16;  // beside longer sequences
+  constexpr double kFold = 0.14;      // of the time of a tile, for the totals over its splits in shared memory
   int64_t const split = split_keys_of(kernel.tile_n), packed = plan->packed_heads, rows = p.seqlen_q * packed;
   plan->predicted_us = predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device);
   if (!has_splits(kernel.tile_k)) return;
@@ -148,23 +166,49 @@ void plan_splits(KernelInfo const& kernel, AttentionProblem const& p, DeviceProp
   AttentionProblem items = p;
   items.batch *= splits, items.tokens_q *= splits, items.pages *= splits;
   items.seqlen_k = std::min(split, p.seqlen_k);
-  int64_t const item_rows = std::min<int64_t>(rows, kernel.tile_m);
-  double const partial_bytes = double(item_rows * kernel.head_dim_v) * 8.0;
-  double const key_bytes = double(split * (p.head_dim + p.head_dim_v)) * bits_of(p.kv_format) / 8.0;
-  double const items_us = predict_us(kCostModel, kernel, items, device) * (1.0 + partial_bytes / key_bytes) + kMergeUs;
+  items.window_left = items.window_right = -1;  // most of them are not on the edge of a mask
+  if (!is_for_few_rows(kernel)) plan->predicted_us *= 1.0 + kFold * double(splits - 1) / double(splits);
+  double const item_rows = double(std::min<int64_t>(rows, kernel.tile_m));
+  double const partial_bytes = tiles_of(p, kernel.tile_m, packed) * double(splits) * item_rows * kernel.head_dim_v * 4.0;
+  CostModel model = kCostModel;
+  model.residual_us /= double(splits);  // the last split alone has it
+  double const items_us = predict_us(model, kernel, items, device) + 2.0 * partial_bytes / device.read_bandwidth + kMergeUs;
   bool const mixed = !is_for_few_rows(kernel) && !(items_us < plan->predicted_us);
   if (mixed && (!p.varlen || !p.cached || p.batch == 1 || rows <= kShortRows)) return;
-  int64_t const split_rows = mixed ? std::max(kShortRows, packed) : rows, slot_rows = std::min<int64_t>(split_rows, kernel.tile_m);
-  int64_t const tiles = p.varlen ? p.tokens_q * packed / kernel.tile_m + p.batch : p.batch * ((rows + kernel.tile_m - 1) / kernel.tile_m);
-  double const slots = double(tiles) * double(p.heads_q / packed) * double(splits);
-  double const bytes = slots * double(slot_rows) * double(kernel.head_dim_v + 2) * 4.0;
-  double const limit = device.memory_bytes > 0 ? std::min(kMaxBytes, double(device.memory_bytes) / kMaxSharesOfMemory) : kMaxBytes;
-  if (bytes > limit || slots > double(kMaxItems) || (split_rows / packed * p.heads_q + 7) / 8 > kMaxMergeCtas) return;
-  plan->split_rows = split_rows;
-  plan->max_splits = splits;
-  plan->slot_rows = slot_rows;
-  plan->partial_slots = int64_t(slots);
-  if (!mixed) plan->predicted_us = items_us;
+  if (make_slots(kernel, p, device, mixed ? std::max(kShortRows, packed) : rows, splits, plan) && !mixed) plan->predicted_us = items_us;
+}
+
+/// Outside of the batch-invariant mode: chooses into how many splits a sequence's keys are cut, so that few tiles of queries fill the SMs.
+/// The plan's split_count stays 0 where there are tiles enough, or keys too few. Its predicted_us is then what counts against other kernels.
+void plan_split_count(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, AttentionPlan* plan) {
+  constexpr int kMaxWaves = 3;
+  int64_t const packed = plan->packed_heads, rows = p.seqlen_q * packed;
+  int64_t const seen = p.window_left < 0 ? p.seqlen_k : std::min(p.seqlen_k, p.window_left + p.seqlen_q);
+  int64_t const blocks = (seen + kernel.tile_n - 1) / kernel.tile_n;
+  double const tiles = tiles_of(p, kernel.tile_m, packed);
+  plan->predicted_us = HUGE_VAL;
+  if (p.batch == 0 || p.heads_q == 0 || tiles > double(device.sm_count)) return;
+  int64_t best = 0;
+  for (int waves = 1; waves <= kMaxWaves; ++waves) {
+    int64_t const count = std::min(int64_t(waves * device.sm_count / tiles), blocks / kLeastSplitBlocks);
+    if (count <= std::max<int64_t>(best, 1)) continue;
+    AttentionProblem items = p;  // every split as a sequence of its own
+    items.batch *= count, items.tokens_q *= count, items.pages *= count;
+    items.seqlen_k = (blocks + count - 1) / count * kernel.tile_n;
+    items.window_left = items.window_right = -1;
+    double const partial_bytes = tiles * double(count) * double(std::min<int64_t>(rows, kernel.tile_m) * kernel.head_dim_v) * 4.0;
+    double const us = predict_us(kCostModel, kernel, items, device) + 2.0 * partial_bytes / device.read_bandwidth + kMergeUs;
+    if (us < plan->predicted_us) plan->predicted_us = us, best = count;
+  }
+  if (best == 0) return;
+  // With a window, what is seen need not begin where a split does, and takes one more.
+  if (make_slots(kernel, p, device, rows, best + (p.window_left < 0 ? 0 : 1), plan)) plan->split_count = best;
+}
+
+/// Whether CTAs take their tiles from a counter, which a memset of 2 to 3 us clears in front of the launch. Up to two tiles a CTA, the longest
+/// first, are the same ones without it.
+bool wants_counter(KernelInfo const& kernel, AttentionProblem const& p, int64_t packed_heads, DeviceProperties const& device) {
+  return !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, packed_heads) > 2.0 * double(device.sm_count));
 }
 
 AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
@@ -194,18 +238,32 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     plan_splits(kernel, p, device, &plan);
     plan.predicted_us = std::max(plan.predicted_us, plan.floor_us);
     bool const all_divided = plan.split_rows >= p.seqlen_q * plan.packed_heads;  // items that cost the same
-    plan.counted = !all_divided && !tiles_cost_the_same(p);
+    plan.counted = !all_divided && wants_counter(kernel, p, plan.packed_heads, device);
     plan.workspace_bytes = split_workspace_of(kernel, plan, device).bytes;
     return plan;
   }
   plan.predicted_us = std::max(predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device), plan.floor_us);
-  plan.counted = !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.packed_heads) > device.sm_count);
+  plan.counted = wants_counter(kernel, p, plan.packed_heads, device);
   if (kernel.arch < 90) {  // a CTA for each tile where the host knows their number; else persistent CTAs and a counter
     constexpr double kMaxCtas = double(1 << 20);
     plan.counted = p.varlen;
     plan.ctas = p.varlen ? workers_of(kernel, device) : int64_t(std::clamp(tiles_of(p, kernel.tile_m, plan.packed_heads), 1.0, kMaxCtas));
   }
   plan.workspace_bytes = plan.counted ? kCounterBytes : 0;
+  return plan;
+}
+
+/// A plan of a batch-invariant kernel outside of that mode; split_count is 0 where it is of no use.
+AttentionPlan describe_divided(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
+  AttentionPlan plan;
+  plan.kernel = &kernel;
+  plan.floor_us = floor_us(p, device);
+  bool const within = p.paged || p.kv_format == WeightFormat::kInt8 || p.kv_format == WeightFormat::kInt4;
+  plan.box_rows = within ? std::gcd(int64_t(kernel.tile_n), p.page_size) : kernel.tile_n;
+  plan.packed_heads = choose_packed_heads_invariant(kernel, p);
+  plan_split_count(kernel, p, device, &plan);
+  plan.predicted_us = std::max(plan.predicted_us, plan.floor_us);
+  plan.workspace_bytes = split_workspace_of(kernel, plan, device).bytes;
   return plan;
 }
 
@@ -224,6 +282,12 @@ Status check_splits(AttentionPlan const& plan, AttentionProblem const& p, Device
 /// Whether the kernel is considered where none is named. A given number of splits holds whatever the batch is.
 bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
   return is_invariant(kernel) == p.batch_invariant && (p.num_splits == 0 || splits_keys(kernel));
+}
+
+/// Whether the kernel of the batch-invariant mode is considered outside of it, too: it alone divides keys among CTAs that each compute a tile
+/// of many rows.
+bool divides(KernelInfo const& kernel, AttentionProblem const& p) {
+  return !p.batch_invariant && p.num_splits == 0 && is_invariant(kernel) && !is_for_few_rows(kernel) && has_splits(kernel.tile_k);
 }
 
 /// The range of the family's kernels in the registry, so that a call does not look at the others, which are several times as many.
@@ -280,10 +344,13 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   std::vector<Candidate> found;  // of the newest architecture: sm_90's kernels before portable ones
   found.reserve(16);
   std::vector<KernelInfo const*> few;  // kernels for few rows, of the same key blocks as one of `found`
+  std::vector<KernelInfo const*> dividing;  // outside of the batch-invariant mode, those of it
   for (KernelInfo const* at = begin; at != end; ++at) {
     KernelInfo const& kernel = *at;
-    if (illegal(kernel, problem, device) != nullptr || !considered(kernel, problem)) continue;
+    if (illegal(kernel, problem, device) != nullptr) continue;
     if (options.only_runnable && !has_code(kernel, device)) continue;
+    if (divides(kernel, problem)) dividing.push_back(&kernel);
+    if (!considered(kernel, problem)) continue;
     if (is_for_few_rows(kernel)) {  // none without the kernel whose blocks it has, which some builds leave out
       few.push_back(&kernel);
       continue;
@@ -358,6 +425,16 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   *plan = describe(*best, problem, device);
   std::snprintf(plan->reason, sizeof(plan->reason), "least expected loss of %d candidates: %.1f us, floor %.1f us", candidates,
                 plan->predicted_us, plan->floor_us);
+  // Few rows keep a split-KV kernel: graphs hold plans of calls with as many keys as there is room for, and over fewer it is the faster one.
+  if (splits_keys(*best) && rows_of(problem) <= kFewRows) dividing.clear();
+  for (KernelInfo const* kernel : dividing) {
+    constexpr double kMargin = 0.85;  // of a prediction that has more parts
+    AttentionPlan const divided = describe_divided(*kernel, problem, device);
+    if (divided.split_count == 0 || divided.predicted_us >= (plan->split_count > 0 ? 1.0 : kMargin) * plan->predicted_us) continue;
+    *plan = divided;
+    std::snprintf(plan->reason, sizeof(plan->reason), "few tiles over many keys: %lld splits of each sequence, %.1f us, floor %.1f us",
+                  (long long)plan->split_count, plan->predicted_us, plan->floor_us);
+  }
   return check_splits(*plan, problem, device);
 }
 

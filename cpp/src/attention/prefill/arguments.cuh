@@ -71,6 +71,7 @@ void set_split_arguments(AttentionLaunchArguments const& arguments, typename Tra
   AttentionPlan const& plan = *arguments.plan;
   SplitWorkspace const at = split_workspace_of(*plan.kernel, plan, *arguments.device);
   auto* const workspace = static_cast<char*>(arguments.workspace);
+  params->split_count = int32_t(plan.split_count);
   params->split_rows = int32_t(plan.split_rows);
   params->max_splits = int32_t(plan.max_splits);
   params->slot_rows = int32_t(plan.slot_rows);

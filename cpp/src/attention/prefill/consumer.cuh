@@ -191,6 +191,11 @@ struct PrefillConsumer : PrefillMma<Traits> {
             return blocks;
           }
         };
+        // Outside of the batch-invariant mode an item is a split.
+        auto const is_one_split = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          if constexpr (kFolds) return params.split_count > 0;
+          return true;
+        };
         auto const is_masked = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
           KeyBlocks<kTileN> const blocks = visited();
           return block >= blocks.full_end || block < blocks.full_begin;
@@ -333,7 +338,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
           release(&storage.empty_v[values.index], thread);
           values.advance();
           if constexpr (kFolds) {
-            bool const is_first = begin / kSplitBlocks == (visited().end - 1) / kSplitBlocks;
+            bool const is_first = is_one_split() || begin / kSplitBlocks == (visited().end - 1) / kSplitBlocks;
             SplitTotals::fold(params, storage, softmax, output, consumer, thread, is_first, is_last);
           }
         };
@@ -372,7 +377,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
         if constexpr (!kFolds || kStepsIntoSplits) begin_with_scores();
         for (;;) {  // over the splits of batch-invariant kernels, from the last one on; others have one
           KeyBlocks<kTileN> const blocks = visited();
-          int32_t const begin = kFolds ? max(blocks.begin, block / kSplitBlocks * kSplitBlocks) : blocks.begin;
+          int32_t const begin = kFolds && !is_one_split() ? max(blocks.begin, block / kSplitBlocks * kSplitBlocks) : blocks.begin;
           if constexpr (kFolds && !kStepsIntoSplits) begin_with_scores();
           // The other blocks: masked ones at the end of the keys, full ones, masked ones at the windows' begin.
           int const last_full = blocks.full_end - 1;

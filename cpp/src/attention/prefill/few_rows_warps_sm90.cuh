@@ -2,9 +2,9 @@
 // store, with the arithmetic of few_rows_sm90.cuh and therefore the same bits. Such launches are bound by the bytes of the cache, and what
 // counts is that as many loads are under way as shared memory holds, over blocks and items.
 //
-// Each warp has a ring of its own, whose stages are 16 or 32 keys or their values: a block's keys, then its values, from the last block of a
-// split to the first, item after item. When it has multiplied a stage it sends for what comes there next. Nothing is shared between warps
-// or waited for, but what is loaded. Scores, probabilities and output are in registers, as are the queries.
+// Warp roles. Warps 0 to 7 are consumers. Each has a producer, warps 8 to 15, and a ring of its own, whose stages are 16 or 32 keys or
+// their values: a block's keys, then its values, from the last block of a split to the first. Nothing else is shared or waited for. Scores,
+// probabilities and output are in the consumer's registers, as are the queries.
 // Limits: an item is one split (split_scheduler.cuh), or a tile whose keys are one split.
 #pragma once
 
@@ -34,18 +34,57 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
       Traits::kTokenTiles;
   using Traits::kType;
   using typename Consumer::Codes, typename Consumer::Items, typename Consumer::TokenScale;
-  using typename Traits::FullBarrier, typename Traits::Tile, typename Traits::TileScheduler;
+  using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Tile, typename Traits::TileScheduler;
   using BaseParams = typename Traits::Params;
   using Params = FewRowsWarpsParams<BaseParams>;
-  static constexpr int kWarps = 12, kThreads = 32 * kWarps, kSteps = kHeadDim / 16;  // as many as registers suffice for
+  static constexpr int kWarps = 8, kThreads = 2 * 32 * kWarps, kSteps = kHeadDim / 16;
+  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 48;
   // A stage has tiles of 16 keys: two, whose MMAs are independent of each other, where blocks have pairs of them.
   static constexpr int kStageTiles = kTokenTiles % 2 == 0 ? 2 : 1, kStageKeys = 16 * kStageTiles, kBlockStages = kTokenTiles / kStageTiles;
   static constexpr int kStageBytes = kStageKeys * kRowBytes, kFixedBytes = 4096;
-  static constexpr int kStages = std::min((227 * 1024 - kFixedBytes) / (kWarps * (kStageBytes + kStageKeys * kScaleBytes + 8)), 16);
-  // A lane holds where these stages of a split lie.
-  static constexpr int kLocations = (Traits::kSplitBlocks * kBlockStages + 31) / 32;
+  static constexpr int kStages = std::min((227 * 1024 - kFixedBytes) / (kWarps * (kStageBytes + kStageKeys * kScaleBytes + 16)), 16);
+  static constexpr int kLocations = (Traits::kSplitBlocks * kBlockStages + 31) / 32;  // that a lane holds, of a split's stages
 
   using Ring = minfer::Ring<kStages>;
+
+  struct SharedStorage {
+    alignas(1024) uint8_t ring[kWarps][kStages][kStageBytes];  // [column][key][kBoxBytes], as TMA swizzles them
+    alignas(16) typename Traits::Scale
+        scales[kTokenScales > 0 ? kWarps : 1][kTokenScales > 0 ? kStages : 1][kTokenScales > 0 ? kStageKeys* kTokenScales : 8];
+    alignas(8) uint64_t full[kWarps][kStages], empty[kWarps][kStages];
+    typename TileScheduler::Storage tiles;
+  };
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= 227 * 1024);
+
+  static CUTLASS_DEVICE void run(Params const& params, char* smem) {
+    SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
+    if (shared_address(smem) % 1024 != 0) __trap();
+    int const thread = int(threadIdx.x), warp = cutlass::canonical_warp_idx_sync();
+    allow_dependent_launch();
+    if (thread < kWarps) {
+      for (int s = 0; s < kStages; ++s) {
+        FullBarrier::init(&storage.full[thread][s], 1);
+        EmptyBarrier::init(&storage.empty[thread][s], 1);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    wait_for_predecessor();
+    TileScheduler::build(storage.tiles, params, thread, kThreads);
+    __syncthreads();
+    int const first = warp % kWarps * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * kWarps;  // few items are on all SMs
+    int const count = TileScheduler::count(storage.tiles, params);
+    if (warp >= kWarps) {
+      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      Loads loads{params, storage, warp - kWarps, thread % 32};
+      for (int item = first; item < count; item += step) loads.load(TileScheduler::at(storage.tiles, params, item));
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      clear_rows_outside_sequences(params, thread, 32 * kWarps);
+      Warp of{params, storage, warp, thread % 32};
+      for (int item = first; item < count; item += step) of.compute(TileScheduler::at(storage.tiles, params, item));
+    }
+  }
 
   /// Where a warp stands in the stages of an item: from the last block to the first, a block's keys and then its values.
   struct Place {
@@ -70,40 +109,6 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     }
     CUTLASS_DEVICE bool is_over(Place const& at) const { return (at.block + 1) * kBlockStages <= begin; }
   };
-  /// The item whose stages a warp sends for.
-  struct Loading {
-    Tile tile;
-    int kv_head;
-  };
-
-  struct SharedStorage {
-    alignas(1024) uint8_t ring[kWarps][kStages][kStageBytes];  // [column][key][kBoxBytes], as TMA swizzles them
-    alignas(16) typename Traits::Scale
-        scales[kTokenScales > 0 ? kWarps : 1][kTokenScales > 0 ? kStages : 1][kTokenScales > 0 ? kStageKeys* kTokenScales : 8];
-    alignas(8) uint64_t full[kWarps][kStages];
-    Loading loading[kWarps];
-    typename TileScheduler::Storage tiles;
-  };
-  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
-  static_assert(kSmemBytes <= 227 * 1024);
-
-  static CUTLASS_DEVICE void run(Params const& params, char* smem) {
-    SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
-    if (shared_address(smem) % 1024 != 0) __trap();
-    int const thread = int(threadIdx.x), warp = cutlass::canonical_warp_idx_sync();
-    allow_dependent_launch();
-    if (thread < kWarps) {
-      for (int s = 0; s < kStages; ++s) FullBarrier::init(&storage.full[thread][s], 1);
-      cutlass::arch::fence_barrier_init();
-    }
-    wait_for_predecessor();
-    TileScheduler::build(storage.tiles, params, thread, kThreads);
-    __syncthreads();
-    clear_rows_outside_sequences(params, thread, kThreads);
-    Warp of{params, storage, warp, thread % 32, {params, storage, warp, thread % 32, TileScheduler::count(storage.tiles, params)}};
-    of.compute();
-  }
-
   static CUTLASS_DEVICE Range range_of(Params const& params, Tile const& tile) {
     auto const queries = Traits::queries_of(params, tile);
     Mask const mask = Traits::mask_of(params, tile);
@@ -115,105 +120,79 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     return {begin / kStageKeys, begin < end ? (end + kStageKeys - 1) / kStageKeys : 0};
   }
 
-  /// Items of a warp: few items are on all SMs.
-  static CUTLASS_DEVICE int first_item(int warp) { return warp * int(gridDim.x) + int(blockIdx.x); }
-  static CUTLASS_DEVICE int item_step() { return int(gridDim.x) * kWarps; }
+  // ---- a producer -----------------------------------------------------------------------------------------------------------------
 
-  // ---- loads ----------------------------------------------------------------------------------------------------------------------
-
-  /// What a warp sends for next.
   struct Loads {
     Params const& params;
     SharedStorage& storage;
-    int const warp, lane, count;
-    int item = first_item(warp);
-    Range range{0, 0};
-    Place at{};
-    PageTable::Location of_lane[kLocations] = {};
+    int const warp, lane;
+    Ring ring = Ring::of_producer();
 
-    CUTLASS_DEVICE int boxes() const { return kStageKeys / params.box_rows; }
-    /// Goes on to the first item, from `item` on, that has a stage. Where a box fills a stage, lane i holds where stages i, i + 32 of the
-    /// split lie.
-    CUTLASS_DEVICE void find() {
-      for (; item < count; item += item_step()) {
-        Tile const tile = TileScheduler::at(storage.tiles, params, item);
-        range = range_of(params, tile);
-        if constexpr (kInt4) range.end = min(range.end, Int4::in_codes(params, tile.seqlen_k) / kStageKeys);  // others are not loaded here
-        if (range.end <= range.begin) continue;
-        if (lane == 0) storage.loading[warp] = {tile, Traits::kv_head_of(params, tile)};
-        __syncwarp();
-        at = range.first();
-        if (boxes() > 1) return;
+    /// Loads an item. Where a box fills a stage, lane i holds where stages i, i + 32 of the split lie.
+    CUTLASS_DEVICE void load(Tile const& tile) {
+      Range range = range_of(params, tile);
+      if constexpr (kInt4) range.end = min(range.end, Int4::in_codes(params, tile.seqlen_k) / kStageKeys);  // others are not loaded here
+      if (range.end <= range.begin) return;
+      int const kv_head = Traits::kv_head_of(params, tile), box_rows = params.box_rows, boxes = kStageKeys / box_rows;
+      PageTable::Location of_lane[kLocations] = {};
+      if (boxes == 1) {
 #pragma unroll
         for (int i = 0; i < kLocations; ++i) {
           of_lane[i] = Producer::find_box(params, tile, min(range.begin + lane + 32 * i, range.end - 1) * kStageKeys);
         }
-        return;
       }
-    }
-    /// Sends for the next stage, if there is one, into a stage of the ring that all lanes have read.
-    CUTLASS_DEVICE void load(int stage) {
-      if (item >= count) return;
-      int warp = this->warp, lane = this->lane;
-      make_opaque(warp), make_opaque(lane);  // what follows from them would be kept over the products
-      Loading& loading = storage.loading[warp];
-      PageTable::Location location;
-      if (boxes() == 1) {
-        int const from = at.part - range.begin;
-        location = {__shfl_sync(0xffffffffu, of_lane[0].page, from), __shfl_sync(0xffffffffu, of_lane[0].row, from)};
+#pragma unroll 1
+      for (Place at = range.first(); !range.is_over(at); range.advance(at)) {
+        PageTable::Location location;
+        if (boxes == 1) {
+          int const from = at.part - range.begin;
+          location = {__shfl_sync(0xffffffffu, of_lane[0].page, from), __shfl_sync(0xffffffffu, of_lane[0].row, from)};
 #pragma unroll
-        for (int i = 1; i < kLocations; ++i) {
-          PageTable::Location const other{__shfl_sync(0xffffffffu, of_lane[i].page, from), __shfl_sync(0xffffffffu, of_lane[i].row, from)};
-          if (from >= 32 * i) location = other;
+          for (int i = 1; i < kLocations; ++i) {
+            PageTable::Location const other{__shfl_sync(0xffffffffu, of_lane[i].page, from), __shfl_sync(0xffffffffu, of_lane[i].row, from)};
+            if (from >= 32 * i) location = other;
+          }
+        } else {
+          location = Producer::find_box(params, tile, at.part * kStageKeys + min(lane, boxes - 1) * box_rows);
         }
-      } else {
-        location = Producer::find_box(params, loading.tile, at.part * kStageKeys + min(lane, boxes() - 1) * params.box_rows);
+        EmptyBarrier::wait(&storage.empty[warp][ring.index], ring.phase);
+        load_stage(tile, at.values != 0, at.part * kStageKeys, kv_head, boxes, location);
+        ring.advance();
       }
-      load(stage, at.values != 0, at.part * kStageKeys, location, warp, lane);
-      range.advance(at);
-      if (!range.is_over(at)) return;
-      item += item_step();
-      find();
     }
+
     /// location: of the lane's box.
-    CUTLASS_DEVICE void load(int stage, bool values, int key, PageTable::Location const& location, int warp, int lane) {
+    CUTLASS_DEVICE void load_stage(Tile const& tile, bool values, int key, int kv_head, int boxes, PageTable::Location const& location) {
+      int const stage = ring.index, box_rows = params.box_rows;
       uint64_t* const full = &storage.full[warp][stage];
-      int const kv_head = storage.loading[warp].kv_head;
       typename Producer::ScaleCopy scales;
       uint32_t bytes = kStageBytes;
       if constexpr (kTokenScales > 0) {
-        scales = Producer::template copy_of_scales<kStageKeys>(params, storage.loading[warp].tile, !values, kv_head, key, location, true,
-                                                               lane, storage.scales[warp][stage]);
+        scales = Producer::template copy_of_scales<kStageKeys>(params, tile, !values, kv_head, key, location, true, lane,
+                                                               storage.scales[warp][stage]);
         bytes += scales.bytes_of_warp();
       }
       if (lane == 0) FullBarrier::arrive_and_expect_tx(full, bytes);
       __syncwarp();
       scales.begin(full);
-      if (lane >= boxes()) return;
+      if (lane >= boxes) return;
 #pragma unroll
       for (int column = 0; column < kColumns; ++column) {
         cute::SM90_TMA_LOAD_4D::copy(values ? &params.v : &params.k, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                     storage.ring[warp][stage] + (column * kStageKeys + lane * params.box_rows) * kBoxBytes,
+                                     storage.ring[warp][stage] + (column * kStageKeys + lane * box_rows) * kBoxBytes,
                                      column * (kHeadDim / kColumns), kv_head, location.row, location.page);
       }
     }
   };
 
-  // ---- products -------------------------------------------------------------------------------------------------------------------
+  // ---- a consumer -----------------------------------------------------------------------------------------------------------------
 
   struct Warp {
     Params const& params;
     SharedStorage& storage;
     int const warp, lane;
-    Loads loads;
     Ring ring{};
 
-    CUTLASS_DEVICE void compute() {
-      loads.find();
-#pragma unroll 1
-      for (int s = 0; s < kStages; ++s) loads.load(s);
-      for (int item = first_item(warp); item < loads.count; item += item_step()) compute(TileScheduler::at(storage.tiles, params, item));
-    }
     /// Waits for the next stage and returns its number.
     CUTLASS_DEVICE int wait() const {
       FullBarrier::wait(&storage.full[warp][ring.index], ring.phase);
@@ -221,7 +200,7 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     }
     CUTLASS_DEVICE void release() {
       __syncwarp();
-      loads.load(ring.index);
+      if (lane == 0) EmptyBarrier::arrive(&storage.empty[warp][ring.index]);
       ring.advance();
     }
 

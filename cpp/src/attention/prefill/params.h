@@ -35,7 +35,7 @@ struct PrefillParams : Sequences, PageTable {
   int32_t head_dim_v;                 // of the output
   int32_t window_left, window_right;  // < 0: unlimited
   Softcap cap;                        // valid where softmax.softcap > 0
-  int32_t* tile_counter;              // zero before the launch; or null, and a CTA takes every gridDim.x-th tile
+  int32_t* tile_counter;              // zero before the launch; or null, and a CTA takes a tile of every gridDim.x
   SoftmaxOptions softmax;
   bool keys_end_at_extent;  // TMA fills the rows behind the last key with zeros
 };
@@ -61,6 +61,7 @@ struct PrefillCodesParams : PrefillParams {
 
 /// What batch-invariant kernels have in addition: see split_scheduler.cuh.
 struct SplitFields {
+  int32_t split_count;         // splits of a sequence outside of the batch-invariant mode; 0: splits have the mode's length
   int32_t split_rows;          // packed rows of a sequence up to which its splits are items of their own; 0: of none
   int32_t max_splits;          // of such a sequence
   int32_t max_items;           // of the launch where no sequences overlap

@@ -1,6 +1,8 @@
-// The items of batch-invariant prefill kernels, as numbers alone: which sequences are divided into their splits, which tile and split an
+// The items of prefill kernels that divide keys, as numbers alone: which sequences are divided into their splits, which tile and split an
 // item is, and which slot of the workspace it has. Compiled for the host, too, where tests count all items of a launch.
 //
+// In the batch-invariant mode all splits have the length of shared/splits.h. Outside of it a sequence has about `split_count` splits,
+// whatever its length is, so that few tiles of queries over many keys fill the SMs; each split is an item, which folds nothing.
 // An item's slot follows from the tile, so that no table of slots is needed: tiles of a varlen sequence are numbered from
 // row * packed_heads / kTileM + sequence on, which is at least one behind the last tile of the sequence before.
 #pragma once
@@ -15,17 +17,30 @@ namespace minfer::attention {
 /// Params have the fields of PrefillParams and SplitFields.
 template <int kTileM, int kTileN>
 struct SplitItems {
-  static constexpr int kSplitKeys = split_keys_of(kTileN), kSplitBlocks = split_blocks_of(kTileN);
+  static constexpr int kBlockKeys = kTileN, kSplitKeys = split_keys_of(kTileN), kSplitBlocks = split_blocks_of(kTileN);
+  static constexpr bool kFixed = kTileM < 64;  // the kernels for few rows are of the mode alone
 
   struct Splits {
     int32_t first, count;  // of a sequence
+    int32_t blocks;        // of a split, which begin at multiples of that
   };
+  template <class Params>
+  static MINFER_HOST_DEVICE int32_t blocks_of_split(Params const& p, int begin, int keys) {
+    if constexpr (!kFixed) {
+      if (p.split_count > 0) {
+        int32_t const blocks = (keys + kTileN - 1) / kTileN - begin / kTileN, each = (blocks + p.split_count - 1) / p.split_count;
+        return each > kLeastSplitBlocks ? each : kLeastSplitBlocks;
+      }
+    }
+    return kSplitBlocks;
+  }
   /// The splits that hold a key which a query of the sequence sees; one without keys if there is none.
   template <class Params>
   static MINFER_HOST_DEVICE Splits splits_of(Params const& p, int queries, int keys) {
-    int32_t const first = Mask(queries, keys, p.window_left, p.window_right).begin(0) / kSplitKeys;
-    int32_t const count = (keys + kSplitKeys - 1) / kSplitKeys - first;
-    return {first, count > 1 ? count : 1};
+    int const begin = Mask(queries, keys, p.window_left, p.window_right).begin(0);
+    int32_t const blocks = blocks_of_split(p, begin, keys), length = blocks * kTileN, first = begin / length;
+    int32_t const count = (keys + length - 1) / length - first;
+    return {first, count > 1 ? count : 1, blocks};
   }
   /// Whether a sequence is divided: if the workspace has room for its rows and splits.
   template <class Params>
@@ -47,13 +62,14 @@ struct SplitItems {
   struct Item {
     int32_t head_tile, first;  // first: the tile's first query
     int32_t split;             // < 0: all splits
+    int32_t split_blocks;      // of a split
   };
   /// Item `number` of a sequence: the last queries first; neighbouring heads, which read neighbouring keys, next to each other.
   template <class Params>
   static MINFER_HOST_DEVICE Item at(Params const& p, int queries, int keys, int32_t number) {
     Splits const splits = splits_of(p, queries, keys);
     int32_t from_end = number / p.head_tiles;
-    Item item{number - from_end * p.head_tiles, 0, -1};
+    Item item{number - from_end * p.head_tiles, 0, -1, splits.blocks};
     if (is_divided(p, queries, splits)) {
       int32_t const tile = from_end / splits.count;
       item.split = splits.first + from_end - tile * splits.count;

@@ -39,7 +39,7 @@ struct PrefillSplitStore : Traits {
     int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;
     using Items = typename TileScheduler::Items;
     int64_t const slot = Items::slot_of(params, params.cu_seqlens_q != nullptr, tile.batch, tile.row_q, tile.head_tile, tile.first,
-                                        tile.split, tile.first_key / Items::kSplitKeys);
+                                        tile.split, tile.first_key / (Traits::split_blocks_of_tile(tile) * Traits::kTileN));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int const of_tile = row + 8 * h;
@@ -72,7 +72,7 @@ struct SplitMerge {
     int const row = (query - first_query) * params.packed_heads + (head & (params.packed_heads - 1));
     Mask const mask(queries.count, keys.count, params.window_left, params.window_right);
     int const begin = mask.begin(query), end = mask.end(query);
-    int const first = begin / Items::kSplitKeys, seen = begin < end ? (end + Items::kSplitKeys - 1) / Items::kSplitKeys : first;
+    int const length = splits.blocks * Items::kBlockKeys, first = begin / length, seen = begin < end ? (end + length - 1) / length : first;
     int64_t const slot =
         Items::slot_of(params, params.cu_seqlens_q != nullptr, batch, queries.first, head_tile, first_query, first, splits.first);
     SplitState total{-INFINITY, 0.0f};

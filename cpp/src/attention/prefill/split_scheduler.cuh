@@ -12,7 +12,8 @@
 namespace minfer::attention {
 
 struct SplitTile : QueryTile {
-  int32_t split;  // the split that is computed; < 0: all of them
+  int32_t split;         // the split that is computed; < 0: all of them
+  int32_t split_blocks;  // key blocks of a split
 };
 
 /// Params: SplitParams of the kernel.
@@ -42,6 +43,7 @@ struct SplitTileScheduler : PrefillTileScheduler<kTileM, SequenceTableOf<256>> {
     if (p.split_rows == 0) {
       static_cast<QueryTile&>(found) = Whole::at(storage, p, item);
       found.split = -1;
+      found.split_blocks = Items::kSplitBlocks;
       return found;
     }
     int32_t number;
@@ -52,10 +54,11 @@ struct SplitTileScheduler : PrefillTileScheduler<kTileM, SequenceTableOf<256>> {
     found.seqlen_k = keys.count;
     found.row_k = keys.first;
     found.first_key = Mask(queries.count, keys.count, p.window_left, p.window_right).begin(0);
-    auto const [head_tile, first, split] = Items::at(p, queries.count, keys.count, number);
+    auto const [head_tile, first, split, split_blocks] = Items::at(p, queries.count, keys.count, number);
     found.head_tile = head_tile;
     found.first = first;
     found.split = split;
+    found.split_blocks = split_blocks;
     return found;
   }
 };

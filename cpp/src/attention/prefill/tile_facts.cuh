@@ -74,22 +74,26 @@ struct PrefillTileFacts {
   static CUTLASS_DEVICE KeyBlocks<kTileN> blocks_of(Mask const& mask, Tile const& tile, Queries queries) {
     KeyBlocks<kTileN> blocks(mask, queries.first, queries.last);
     if constexpr (kFolds) {
-      if (tile.split >= 0) blocks.cut(tile.split * kSplitBlocks, (tile.split + 1) * kSplitBlocks);
+      int const length = split_blocks_of_tile(tile);
+      if (tile.split >= 0) blocks.cut(tile.split * length, (tile.split + 1) * length);
     }
     return blocks;
   }
+
+  /// Key blocks of a split: kernels for few rows know them.
+  static CUTLASS_DEVICE int split_blocks_of_tile(Tile const& tile) { return kTileM < 64 ? kSplitBlocks : tile.split_blocks; }
 
   /// Reads the published tile number `iteration`, by a whole warp. The shuffles let the compiler know that all lanes hold the same values.
   template <class SharedStorage>
   static CUTLASS_DEVICE Tile read_tile(SharedStorage& storage, int iteration, int lane) {
     constexpr int kWords = sizeof(Tile) / 4;
-    static_assert(kWords == (kInvariant ? 9 : 8));
+    static_assert(kWords == (kInvariant ? 10 : 8));
     if constexpr (kInvariant) make_opaque(lane);  // kept for the next tile, the word's address would be spilled
     int32_t const word = reinterpret_cast<int32_t const*>(&storage.tile[iteration % 2])[lane < kWords ? lane : 0];
     auto const of = [word](int i) { return __shfl_sync(0xffffffffu, word, i); };
     QueryTile const tile{of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)};
     if constexpr (kInvariant) {
-      return {tile, of(8)};
+      return {tile, of(8), of(9)};
     } else {
       return tile;
     }
