@@ -178,8 +178,8 @@ void plan_splits(KernelInfo const& kernel, AttentionProblem const& p, DeviceProp
   if (make_slots(kernel, p, device, mixed ? std::max(kShortRows, packed) : rows, splits, plan) && !mixed) plan->predicted_us = items_us;
 }
 
-/// Outside of the batch-invariant mode: chooses into how many splits a sequence's keys are cut, so that few tiles of queries fill the SMs.
-/// The plan's split_count stays 0 where there are tiles enough, or keys too few. Its predicted_us is then what counts against other kernels.
+/// Outside of the batch-invariant mode: chooses into how many splits a sequence's keys are cut, so that few tiles of queries fill the SMs,
+/// and predicts how long that takes. The plan's split_count stays 0 where there are tiles enough, or keys too few.
 void plan_split_count(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, AttentionPlan* plan) {
   constexpr int kMaxWaves = 3;
   int64_t const packed = plan->packed_heads, rows = p.seqlen_q * packed;
@@ -205,8 +205,8 @@ void plan_split_count(KernelInfo const& kernel, AttentionProblem const& p, Devic
   if (make_slots(kernel, p, device, rows, best + (p.window_left < 0 ? 0 : 1), plan)) plan->split_count = best;
 }
 
-/// Whether CTAs take their tiles from a counter, which a memset of 2 to 3 us clears in front of the launch. Up to two tiles a CTA, the longest
-/// first, are the same ones without it.
+/// Whether CTAs take their tiles from a counter, which a memset of 2 to 3 us clears in front of the launch. Up to two tiles a CTA, the
+/// longest first, are the same ones without it.
 bool wants_counter(KernelInfo const& kernel, AttentionProblem const& p, int64_t packed_heads, DeviceProperties const& device) {
   return !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, packed_heads) > 2.0 * double(device.sm_count));
 }
@@ -284,8 +284,8 @@ bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
   return is_invariant(kernel) == p.batch_invariant && (p.num_splits == 0 || splits_keys(kernel));
 }
 
-/// Whether the kernel of the batch-invariant mode is considered outside of it, too: it alone divides keys among CTAs that each compute a tile
-/// of many rows.
+/// Whether the kernel of the batch-invariant mode is considered outside of it, too: it alone divides keys among CTAs that each compute a
+/// tile of many rows.
 bool divides(KernelInfo const& kernel, AttentionProblem const& p) {
   return !p.batch_invariant && p.num_splits == 0 && is_invariant(kernel) && !is_for_few_rows(kernel) && has_splits(kernel.tile_k);
 }
@@ -343,7 +343,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   };
   std::vector<Candidate> found;  // of the newest architecture: sm_90's kernels before portable ones
   found.reserve(16);
-  std::vector<KernelInfo const*> few;  // kernels for few rows, of the same key blocks as one of `found`
+  std::vector<KernelInfo const*> few;       // kernels for few rows, of the same key blocks as one of `found`
   std::vector<KernelInfo const*> dividing;  // outside of the batch-invariant mode, those of it
   for (KernelInfo const* at = begin; at != end; ++at) {
     KernelInfo const& kernel = *at;
@@ -425,7 +425,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   *plan = describe(*best, problem, device);
   std::snprintf(plan->reason, sizeof(plan->reason), "least expected loss of %d candidates: %.1f us, floor %.1f us", candidates,
                 plan->predicted_us, plan->floor_us);
-  // Few rows keep a split-KV kernel: graphs hold plans of calls with as many keys as there is room for, and over fewer it is the faster one.
+  // Few rows keep a split-KV kernel: graphs hold plans of calls with as many keys as there is room for, and over fewer it is faster.
   if (splits_keys(*best) && rows_of(problem) <= kFewRows) dividing.clear();
   for (KernelInfo const* kernel : dividing) {
     constexpr double kMargin = 0.85;  // of a prediction that has more parts

@@ -149,7 +149,8 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
           location = {__shfl_sync(0xffffffffu, of_lane[0].page, from), __shfl_sync(0xffffffffu, of_lane[0].row, from)};
 #pragma unroll
           for (int i = 1; i < kLocations; ++i) {
-            PageTable::Location const other{__shfl_sync(0xffffffffu, of_lane[i].page, from), __shfl_sync(0xffffffffu, of_lane[i].row, from)};
+            PageTable::Location const other{__shfl_sync(0xffffffffu, of_lane[i].page, from),
+                                            __shfl_sync(0xffffffffu, of_lane[i].row, from)};
             if (from >= 32 * i) location = other;
           }
         } else {

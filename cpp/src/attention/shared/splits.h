@@ -21,8 +21,8 @@ constexpr int kInvariantSplitKeys = 512;
 constexpr int split_blocks_of(int tile_n) { return (kInvariantSplitKeys + tile_n - 1) / tile_n; }
 constexpr int split_keys_of(int tile_n) { return split_blocks_of(tile_n) * tile_n; }
 
-/// Key blocks of a split outside of the mode, where the number of splits is chosen (prefill/split_items.h), at least: what a tile costs beside its
-/// keys would be more than they do.
+/// Key blocks of a split outside of the mode, where the number of splits is chosen (prefill/split_items.h), at least: what a tile costs
+/// beside its keys would be more than they do.
 constexpr int kLeastSplitBlocks = 3;
 
 /// Whether a kernel divides keys into splits. With longer rows the registers for that would be spilled: all keys are one split there, and a
