@@ -41,16 +41,18 @@ def planned(problem: AttentionProblem, kernel: str | None = None) -> Choice:
     cache = () if p.kv_format is None else (p.kv_format, p.page_size)
     arguments = (sizes, DTYPE_NAMES[p.dtype], *windows, False, kernel, device >= 0, device, *cache)
     found = json.loads(torch.ops.minfer._plan_attention(*arguments))
-    return Choice(found["kernel"], found["predicted_us"], found["floor_us"])
+    launch = f"split_count={found['split_count']}" if found["split_count"] else ""  # which the plan alone chooses
+    return Choice(found["kernel"], found["predicted_us"], found["floor_us"], launch)
 
 
 def choices_of(problem: AttentionProblem) -> tuple[Choice, list[Choice]]:
-    """The plan's choice, and all legal ones of its kernel's architecture, but for those of batch-invariant plans."""
+    """The plan's choice, and all legal ones of its kernel's architecture, but for those of batch-invariant plans, which an override launches
+    as these do."""
     own = planned(problem)
     kernels = {kernel["name"]: kernel for kernel in minfer.kernels("attention")}
     found = []
     for name, kernel in kernels.items():
-        if (kernel["arch"], kernel["operation"]) != (kernels[own.kernel]["arch"], kernels[own.kernel]["operation"]):
+        if (kernel["arch"], kernel["operation"]) != (kernels[own.kernel]["arch"], "attention"):
             continue
         try:
             found.append(planned(problem, name))

@@ -137,11 +137,11 @@ def test_choices_of_attention_problems(index):
     problem = random_problems.attention(3, index)
     own, choices = regret_attention.choices_of(problem)
     names = [choice.kernel for choice in choices]
-    assert own.kernel in names
+    assert (own.kernel in names) != bool(own.launch)  # divided tiles are the plan's alone
     assert any("decode" in name for name in names) == (problem.kv_format is not None)
     # The plan is the choice that is predicted to be the fastest. Over pages it reckons with fewer keys, too.
     least = min(choice.predicted_us for choice in choices)
-    assert own.predicted_us <= 1.5 * least if problem.page_size else own.predicted_us == least
+    assert own.predicted_us <= 1.5 * least if problem.page_size else own.predicted_us == least or (own.launch and own.predicted_us < least)
 
 
 # ---- operands and values --------------------------------------------------------------------------------------------------------
