@@ -46,7 +46,7 @@ def planned(problem: AttentionProblem, kernel: str | None = None) -> Choice:
 
 
 def choices_of(problem: AttentionProblem) -> tuple[Choice, list[Choice]]:
-    """The plan's choice, and all legal ones of its kernel's architecture, but for the kernels of the batch-invariant mode, which an override
+    """The plan's choice, and all legal ones of its kernel's architecture, but for the batch-invariant mode's kernels, which an override
     launches as the mode does."""
     own = planned(problem)
     kernels = {kernel["name"]: kernel for kernel in minfer.kernels("attention")}
