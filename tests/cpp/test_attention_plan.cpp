@@ -90,7 +90,9 @@ void check_plan(AttentionPlan const& plan, AttentionProblem const& p, DeviceProp
   KernelInfo const& kernel = *plan.kernel;
   CHECK(kernel.ab_type == p.type && kernel.tile_k >= p.head_dim && kernel.head_dim_v >= p.head_dim_v);
   CHECK(kernel.smem_bytes <= device.smem_per_block);
-  CHECK_EQUAL(std::string(kernel.operation), p.batch_invariant || plan.split_count > 0 ? "attention_invariant" : "attention");
+  std::string const operation = kernel.operation;
+  bool const divides = plan.split_count > 0 && operation == "attention_divided";
+  CHECK(divides || operation == (p.batch_invariant || plan.split_count > 0 ? "attention_invariant" : "attention"));
   int64_t const group = p.heads_q / p.heads_kv;
   CHECK(plan.predicted_us >= plan.floor_us && plan.floor_us >= 0);
   if (p.cached) CHECK(plan.box_rows > 0 && kernel.tile_n % plan.box_rows == 0 && (!p.paged || p.page_size % plan.box_rows == 0));

@@ -29,6 +29,7 @@ class AttentionKernel(Kernel):
 
     variant: str  # prefill or decode
     invariant: bool = False  # sm90, prefill: of the batch-invariant mode
+    divides: bool = False  # sm90, prefill: has that arithmetic, and keys divided among CTAs, whatever their lengths
     own_output: bool = False  # sm90, prefill: output is staged in room of its own, not in that of the queries
 
     @property
@@ -36,17 +37,18 @@ class AttentionKernel(Kernel):
         dims = f"d{self.tile[2]}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.tile[2] else "")
         cache = "" if self.b_format == "dense" else f"_{self.b_format}"
         tile = "" if self.variant == "decode" else f"_{self.tile[0]}x{self.tile[1]}"
-        return f"attention_sm{self.arch}_{self.element}_{dims}{cache}{tile}_{self.variant}{'_invariant' if self.invariant else ''}"
+        kind = "_invariant" if self.invariant else "_divided" if self.divides else ""
+        return f"attention_sm{self.arch}_{self.element}_{dims}{cache}{tile}_{self.variant}{kind}"
 
     @property
     def operation(self) -> str:
-        return "attention_invariant" if self.invariant else self.FAMILY
+        return "attention_invariant" if self.invariant else "attention_divided" if self.divides else self.FAMILY
 
     @property
     def shard_group(self) -> str:
         codes = "_codes" if self.variant == "prefill" and self.b_format != "dense" else ""
         few = "_few_rows" if self.few_rows else ""
-        return f"attention_sm{self.arch}_{self.variant}{codes}{'_invariant' if self.invariant else ''}{few}"
+        return f"attention_sm{self.arch}_{self.variant}{codes}{'_invariant' if self.invariant else '_divided' if self.divides else ''}{few}"
 
     @property
     def template(self) -> tuple[str, str]:
@@ -104,7 +106,8 @@ class AttentionKernel(Kernel):
                 f"static constexpr bool kPingpong = {cpp_bool(self.schedule == 'pingpong')};",
                 f"static constexpr bool kOwnOutput = {cpp_bool(self.own_output)};",
                 f"static constexpr WeightFormat kFormat = {project_formats().formats[self.b_format].cpp};",
-                f"static constexpr bool kInvariant = {cpp_bool(self.invariant)};",
+                f"static constexpr bool kInvariant = {cpp_bool(self.invariant or self.divides)};",
+                f"static constexpr bool kDivides = {cpp_bool(self.divides)};",
             ]
             lines += [f"static constexpr int kCtasPerSm = {self.ctas_per_sm};"] if self.few_rows else []
         return lines

@@ -19,6 +19,7 @@ FIELDS = {
         "own_output",
         "cache",
         "invariant",
+        "divides",
         "ctas_per_sm",
         "note",
     },
@@ -118,4 +119,7 @@ def prefill(row: Row) -> list[dict]:
     row.require(smem <= SM90_SMEM_LIMIT, "tile", f"takes {smem} bytes of shared memory, the limit is {SM90_SMEM_LIMIT}")
     smem = min(round_up(smem, SM90_SMEM_ALIGNMENT), SM90_SMEM_LIMIT)
     fields = dict(tile=(tile_m, tile_n, head_dim), b_format=cache, schedule=schedule, stages=stages)
-    return [fields | dict(threads=128 * (warpgroups + 1), smem_bytes=smem, own_output=own_output, invariant=invariant)]
+    divides = row.flag("divides")
+    row.require(not divides or (not invariant and head_dim <= 192), "divides", "is for head_dim up to 192 and no kernel of the mode")
+    own = dict(own_output=own_output, invariant=invariant, divides=divides)
+    return [fields | own | dict(threads=128 * (warpgroups + 1), smem_bytes=smem)]

@@ -36,8 +36,10 @@ TileCost cost_of(CostModel const& m, KernelInfo const& kernel) {
   }
   if (kernel.tile_k <= 64) return {m.fixed_d64_us, m.all_d64, m.longest_d64};
   if (kernel.tile_k <= 128) {
+    constexpr double kShort = 1.06;  // of key blocks that are shorter than those for which the constants are
+    double const factor = kernel.tile_m == 128 && kernel.tile_n < 128 ? kShort : 1.0;
     return kernel.tile_m > 128 ? TileCost{m.fixed_tall_us, m.all_tall, m.longest_tall}
-                               : TileCost{m.fixed_d128_us, m.all_d128, m.longest_d128};
+                               : TileCost{m.fixed_d128_us, factor * m.all_d128, factor * m.longest_d128};
   }
   if (kernel.tile_k > 192) return {m.fixed_d256_us, m.all_d256, m.longest_d256};
   return kernel.head_dim_v <= 128 ? TileCost{m.fixed_d192x128_us, m.all_d192x128, m.longest_d192x128}

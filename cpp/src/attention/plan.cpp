@@ -20,7 +20,8 @@ namespace minfer {
 namespace attention {
 namespace {
 
-constexpr int64_t kFewRows = 32;                 // of a KV head in a sequence, up to which the mode takes a tile of 8, and others split-KV
+constexpr int64_t kFewRows = 32;                 // of a KV head in a sequence, up to which a tile of 8 rows is taken in the mode
+constexpr int64_t kDrafts = 8;                   // queries of a sequence, up to which they are probably drafted tokens
 constexpr int64_t kMaxItems = int64_t(1) << 30;  // that 32 bits count, and sums of two
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr CostModel kCostModel{};
@@ -281,13 +282,13 @@ Status check_splits(AttentionPlan const& plan, AttentionProblem const& p, Device
 
 /// Whether the kernel is considered where none is named. A given number of splits holds whatever the batch is.
 bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
-  return is_invariant(kernel) == p.batch_invariant && (p.num_splits == 0 || splits_keys(kernel));
+  return is_invariant(kernel) == p.batch_invariant && !is_dividing(kernel) && (p.num_splits == 0 || splits_keys(kernel));
 }
 
-/// Whether the kernel of the batch-invariant mode is considered outside of it, too: it alone divides keys among CTAs that each compute a
-/// tile of many rows.
+/// Whether the kernel can divide keys among CTAs that each compute a tile of many rows. Most of them are those of the batch-invariant mode.
 bool divides(KernelInfo const& kernel, AttentionProblem const& p) {
-  return !p.batch_invariant && p.num_splits == 0 && is_invariant(kernel) && !is_for_few_rows(kernel) && has_splits(kernel.tile_k);
+  if (p.batch_invariant || p.num_splits > 0 || !has_splits(kernel.tile_k)) return false;
+  return is_dividing(kernel) || (is_invariant(kernel) && !is_for_few_rows(kernel));
 }
 
 /// The range of the family's kernels in the registry, so that a call does not look at the others, which are several times as many.
@@ -425,8 +426,15 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   *plan = describe(*best, problem, device);
   std::snprintf(plan->reason, sizeof(plan->reason), "least expected loss of %d candidates: %.1f us, floor %.1f us", candidates,
                 plan->predicted_us, plan->floor_us);
-  // Few rows keep a split-KV kernel: graphs hold plans of calls with as many keys as there is room for, and over fewer it is faster.
-  if (splits_keys(*best) && rows_of(problem) <= kFewRows) dividing.clear();
+  // Decode and drafts keep a split-KV kernel: graphs hold plans of calls with as many keys as there is room for; over fewer it is faster.
+  bool const drafts = problem.seqlen_q <= kDrafts && rows_of(problem) <= kFewRows;
+  if (splits_keys(*best) && (drafts || rows_of(problem) <= best->tile_m)) dividing.clear();
+  auto const all = dividing;
+  std::erase_if(dividing, [&](KernelInfo const* kernel) {  // the mode's, where there is one with longer key blocks for the same tile
+    return is_invariant(*kernel) && std::ranges::any_of(all, [&](KernelInfo const* other) {
+             return is_dividing(*other) && other->tile_m == kernel->tile_m && other->tile_k == kernel->tile_k;
+           });
+  });
   for (KernelInfo const* kernel : dividing) {
     constexpr double kMargin = 0.85;  // of a prediction that has more parts
     AttentionPlan const divided = describe_divided(*kernel, problem, device);

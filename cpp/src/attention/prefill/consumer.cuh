@@ -36,7 +36,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
   using SplitTotals = PrefillSplitTotals<Traits>;
   using SplitStore = PrefillSplitStore<Traits>;
   using Traits::blocks_of, Traits::kConsumers, Traits::kConsumersBarrier, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV;
-  using Traits::kFolds, Traits::kInvariant, Traits::kSplitBlocks;
+  using Traits::kFolds, Traits::kInvariant, Traits::kSplitBlocks, Traits::kSplits;
   using Traits::kOrderBarrier, Traits::kOutputs, Traits::kPingpong, Traits::kQueryStages, Traits::kScores, Traits::kTileN;
   using Traits::kScalesQueries, Traits::kTileM, Traits::kWarpgroupBarrier;
   using Traits::kv_head_of, Traits::mask_of, Traits::over_packed_heads, Traits::queries_of, Traits::query_phase, Traits::query_stage;
@@ -406,8 +406,9 @@ struct PrefillConsumer : PrefillMma<Traits> {
       Tile const done = read_tile(storage, iteration, lane);
       release(&storage.empty_tile[iteration % 2], thread);
       if (params.window_left >= 0) skip_blocks_before_window(params, storage, done, keys, values, consumer, thread);
-      if constexpr (kFolds) {
+      if constexpr (kSplits) {
         if (done.split >= 0) {
+          if constexpr (!kFolds) softmax.reduce_sums();
           SplitStore::store(params, done, softmax, output, consumer, thread);
           continue;
         }

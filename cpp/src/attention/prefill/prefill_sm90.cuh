@@ -15,7 +15,8 @@
 // are multiplied, since 0 * NaN is NaN.
 // Codes. With kConverts, keys and values are codes of a cache, and all of warpgroup 0 is the producer: it converts them into the stages
 // (convert.cuh), whose full barriers then count its four warps; one of its lanes loads the queries and publishes the tiles.
-// Batch-invariant kernels (kInvariant) divide the keys into splits at fixed positions: shared/splits.h.
+// Batch-invariant kernels (kInvariant) divide the keys into splits at fixed positions: shared/splits.h. Those that divide only (kDivides)
+// have their arithmetic, and one split for an item.
 // Shared memory: traits.cuh. Tile walk: tile_scheduler.cuh.
 // Limits: 16-bit q and output; q, k and v aligned to 16 bytes in base and strides; head_dim a multiple of 8 up to kHeadDim, filled up with
 // zeros by TMA.
@@ -175,7 +176,7 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   int64_t tiles = p.varlen ? arguments.device->sm_count : int64_t(params.q_tiles) * params.head_tiles * params.batch;
   if constexpr (Config::kInvariant) tiles = plan.split_rows > 0 ? params.max_items : tiles;
   status = launch_kernel<Kernel>(&prefill_sm90_kernel<Config>, params, arguments, std::min<int64_t>(arguments.device->sm_count, tiles));
-  if constexpr (Kernel::Traits::kFolds) {
+  if constexpr (Kernel::Traits::kSplits) {
     if (status.ok() && plan.split_rows > 0) status = launch_split_merge<typename Kernel::Traits>(params, arguments);
   }
   return status;

@@ -184,7 +184,7 @@ struct PrefillProducer : Traits {
 
   /// The first key that is converted for a tile: what lies before its split is read by others.
   static CUTLASS_DEVICE int32_t first_key_of(Mask const& mask, Tile const& tile, Queries const& queries) {
-    if constexpr (Traits::kFolds) {
+    if constexpr (Traits::kSplits) {
       return max(mask.begin(queries.first), tile.split * Traits::split_blocks_of_tile(tile) * kTileN);
     } else {
       return mask.begin(queries.first);

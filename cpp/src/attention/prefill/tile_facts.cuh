@@ -18,10 +18,11 @@ template <class Config>
 struct PrefillTileFacts {
   static constexpr DataType kType = Config::kType;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
-  static constexpr WeightFormat kFormat = Config::kFormat;            // kDense, kCodes, kInt8, or for few rows a cache's
-  static constexpr bool kConverts = kFormat != WeightFormat::kDense;  // keys and values are codes, which are converted
-  static constexpr bool kInvariant = Config::kInvariant;              // batch-invariant (shared/splits.h)
-  static constexpr bool kFolds = kInvariant && has_splits(kHeadDim);  // keys are divided into splits
+  static constexpr WeightFormat kFormat = Config::kFormat;             // kDense, kCodes, kInt8, or for few rows a cache's
+  static constexpr bool kConverts = kFormat != WeightFormat::kDense;   // keys and values are codes, which are converted
+  static constexpr bool kInvariant = Config::kInvariant;               // batch-invariant (shared/splits.h)
+  static constexpr bool kSplits = kInvariant && has_splits(kHeadDim);  // keys are divided into splits
+  static constexpr bool kFolds = kSplits && !Config::kDivides;         // a CTA folds those of a tile; else each is an item
   static constexpr int kSplitBlocks = split_blocks_of(kTileN);
   /// The type of the MMAs' operands. f16 holds the codes of fp8, and int4's numbers as their scales do, and the conversion to it takes a
   /// third of that to bf16. Queries of bf16 are then divided by a power of two (scale_queries.cuh), which is a factor of their scores.
@@ -73,7 +74,7 @@ struct PrefillTileFacts {
   }
   static CUTLASS_DEVICE KeyBlocks<kTileN> blocks_of(Mask const& mask, Tile const& tile, Queries queries) {
     KeyBlocks<kTileN> blocks(mask, queries.first, queries.last);
-    if constexpr (kFolds) {
+    if constexpr (kSplits) {
       int const length = split_blocks_of_tile(tile);
       if (tile.split >= 0) blocks.cut(tile.split * length, (tile.split + 1) * length);
     }

@@ -16,6 +16,9 @@ constexpr int kPacketsOfPartial = 34;
 /// Whether it is a kernel of the batch-invariant mode, where the others are not considered.
 inline bool is_invariant(KernelInfo const& kernel) { return std::strcmp(kernel.operation, "attention_invariant") == 0; }
 
+/// Whether it is a kernel that is chosen for dividing keys among CTAs alone.
+inline bool is_dividing(KernelInfo const& kernel) { return std::strcmp(kernel.operation, "attention_divided") == 0; }
+
 /// Whether it is one for few rows, whose rows are the MMA's n.
 inline bool is_for_few_rows(KernelInfo const& kernel) { return is_invariant(kernel) && kernel.tile_m < 64; }
 
