@@ -191,11 +191,11 @@ def plan_of(
 @pytest.mark.parametrize(("kv_format", "head_dim"), [*itertools.product(PLAIN, (64, 128)), ("16bit", 192)])
 def test_whole_tiles_and_divided_ones(kv_format, head_dim):
     """Keys that one CTA folds, because there are sequences enough, and keys that many CTAs share."""
-    batch, length, heads = 1500, 1100, (2, 2)
+    batch, length, heads, queries = 1500, 1100, (2, 2), 8
     name = kernel_of(kv_format, head_dim, torch.bfloat16)["kernel"]
-    assert plan_of(batch, 1152, kv_format, heads=heads, head_dim=head_dim, kernel=name)["split_rows"] == 0
-    assert plan_of(3, 1152, kv_format, heads=heads, head_dim=head_dim, kernel=name)["split_rows"] > 0
-    call = make([length - b % 700 for b in range(batch)], kv_format, heads, (head_dim, head_dim), torch.bfloat16)
+    assert plan_of(batch, 1152, kv_format, queries, heads, head_dim, kernel=name)["split_rows"] == 0
+    assert plan_of(3, 1152, kv_format, queries, heads, head_dim, kernel=name)["split_rows"] > 0
+    call = make([length - b % 700 for b in range(batch)], kv_format, heads, (head_dim, head_dim), torch.bfloat16, queries=queries)
     out, lse = run(call, few=False)
     for first, few in itertools.product((0, 600, batch - 3), (False, True)):
         have = run(call.subset(range(first, first + 3)), few=few)

@@ -174,7 +174,7 @@ bool check_launch(Launch const& launch) {
   if (launch.plan.split_rows == 0) return false;  // it has the tiles of other kernels
   Context const at(launch.text);
   if (launch.plan.kernel->tile_m == 8) return launch.plan.kernel->tile_n == 80 ? check<8, 80>(launch) : check<8, 128>(launch);
-  if (launch.plan.kernel->tile_n == 128) return check<192, 128>(launch);
+  if (launch.plan.kernel->tile_n == 128) return launch.plan.kernel->tile_m == 128 ? check<128, 128>(launch) : check<192, 128>(launch);
   if (launch.plan.kernel->tile_n == 80) return launch.plan.kernel->tile_m == 128 ? check<128, 80>(launch) : check<192, 80>(launch);
   CHECK(launch.plan.kernel->tile_m == 128 && launch.plan.kernel->tile_n == 96);
   return check<128, 96>(launch);
