@@ -54,13 +54,13 @@ struct PrefillSplitStore : Traits {
   }
 };
 
-/// A warp folds one row: query and head. A CTA has the rows of one sequence.
-template <class Params, class TileScheduler, DataType kType, int kTileM, int kHeadDimV>
+/// A warp folds one row: query and head. A CTA has the rows of one sequence. kAtOnce: splits whose loads are under way, on which no bit
+/// depends.
+template <class Params, class TileScheduler, DataType kType, int kTileM, int kHeadDimV, int kAtOnce>
 struct SplitMerge {
   using Element = CutlassElement<kType>;
   using Items = typename TileScheduler::Items;
   static constexpr int kWarps = 8, kColumns = kHeadDimV / 32;  // columns of a lane
-  static constexpr int kAtOnce = 16;                           // splits whose loads are under way
 
   static CUTLASS_DEVICE void run(Params const& params, int batch, int number) {
     int const lane = int(threadIdx.x) % 32;
@@ -119,11 +119,11 @@ struct SplitMerge {
   }
 };
 
-template <class Params, class TileScheduler, DataType kType, int kTileM, int kHeadDimV>
+template <class Params, class TileScheduler, DataType kType, int kTileM, int kHeadDimV, int kAtOnce>
 __global__ void __launch_bounds__(256) merge_splits_kernel(__grid_constant__ Params const params) {
   allow_dependent_launch();
   wait_for_predecessor();
-  using Merge = SplitMerge<Params, TileScheduler, kType, kTileM, kHeadDimV>;
+  using Merge = SplitMerge<Params, TileScheduler, kType, kTileM, kHeadDimV, kAtOnce>;
   Merge::run(params, int(blockIdx.x), int(blockIdx.y) * Merge::kWarps + int(threadIdx.x) / 32);
 }
 
@@ -136,8 +136,17 @@ Status launch_split_merge(Params const& params, AttentionLaunchArguments const& 
   shape.threads = 256;
   shape.programmatic = arguments.programmatic_launch;
   shape.stream = arguments.stream;
-  return launch(shape, "launch of the merge of splits",
-                &merge_splits_kernel<Params, typename Traits::TileScheduler, Traits::kType, Traits::kTileM, Traits::kHeadDimV>, params);
+  auto const launch_with = [&](auto at_once) {
+    return launch(shape, "launch of the merge of splits",
+                  &merge_splits_kernel<Params, typename Traits::TileScheduler, Traits::kType, Traits::kTileM, Traits::kHeadDimV, at_once()>,
+                  params);
+  };
+  // Many rows of few splits want many warps on an SM, few rows of many splits all loads under way.
+  constexpr int kFew = 4, kMany = 16;
+  if constexpr (Traits::kTileM >= 64) {
+    if (params.max_splits <= 2 * kFew) return launch_with(std::integral_constant<int, kFew>{});
+  }
+  return launch_with(std::integral_constant<int, kMany>{});
 }
 
 }  // namespace minfer::attention
