@@ -183,6 +183,7 @@ void plan_splits(KernelInfo const& kernel, AttentionProblem const& p, DeviceProp
 /// and predicts how long that takes. The plan's split_count stays 0 where there are tiles enough, or keys too few.
 void plan_split_count(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, AttentionPlan* plan) {
   constexpr int kMaxWaves = 3;
+  constexpr double kLaunchesUs = 4.5;  // that a division takes beside the bytes of its partials (H200, 32 to 256 queries)
   int64_t const packed = plan->packed_heads, rows = p.seqlen_q * packed;
   int64_t const seen = p.window_left < 0 ? p.seqlen_k : std::min(p.seqlen_k, p.window_left + p.seqlen_q);
   int64_t const blocks = (seen + kernel.tile_n - 1) / kernel.tile_n;
@@ -198,7 +199,7 @@ void plan_split_count(KernelInfo const& kernel, AttentionProblem const& p, Devic
     items.seqlen_k = (blocks + count - 1) / count * kernel.tile_n;
     items.window_left = items.window_right = -1;
     double const partial_bytes = tiles * double(count) * double(std::min<int64_t>(rows, kernel.tile_m) * kernel.head_dim_v) * 4.0;
-    double const us = predict_us(kCostModel, kernel, items, device) + 2.0 * partial_bytes / device.read_bandwidth + kMergeUs;
+    double const us = predict_us(kCostModel, kernel, items, device) + 2.0 * partial_bytes / device.read_bandwidth + kLaunchesUs;
     if (us < plan->predicted_us) plan->predicted_us = us, best = count;
   }
   if (best == 0) return;
@@ -436,7 +437,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
            });
   });
   for (KernelInfo const* kernel : dividing) {
-    constexpr double kMargin = 0.85;  // of a prediction that has more parts
+    constexpr double kMargin = 0.9;  // of a prediction that has more parts
     AttentionPlan const divided = describe_divided(*kernel, problem, device);
     if (divided.split_count == 0 || divided.predicted_us >= (plan->split_count > 0 ? 1.0 : kMargin) * plan->predicted_us) continue;
     *plan = divided;

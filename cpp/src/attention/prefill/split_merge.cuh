@@ -142,11 +142,11 @@ Status launch_split_merge(Params const& params, AttentionLaunchArguments const& 
                   params);
   };
   // Many rows of few splits want many warps on an SM, few rows of many splits all loads under way.
-  constexpr int kFew = 4, kMany = 16;
   if constexpr (Traits::kTileM >= 64) {
-    if (params.max_splits <= 2 * kFew) return launch_with(std::integral_constant<int, kFew>{});
+    if (params.max_splits <= 4) return launch_with(std::integral_constant<int, 4>{});
+    if (params.max_splits <= 8) return launch_with(std::integral_constant<int, 8>{});
   }
-  return launch_with(std::integral_constant<int, kMany>{});
+  return launch_with(std::integral_constant<int, 16>{});
 }
 
 }  // namespace minfer::attention
