@@ -109,10 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is not what the results say")
     args = parser.parse_args(argv)
 
+    shown: list[dict[str, dict[str, Any]]] = []
+
     def table_of(device: str) -> str:
         if device not in devices:
             raise ValueError(f"README.md has a table of {device}, but {args.results / device} has no results")
-        return headlines.section(devices[device])
+        shown.append(devices[device])
+        return headlines.section(devices[device], shown[:-1])
 
     try:
         folders = sorted(path for path in args.results.glob("*") if path.is_dir())

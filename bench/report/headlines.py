@@ -6,7 +6,7 @@ forms of our own are no peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bench.report.summary import Row, geomean, shape_text
@@ -113,17 +113,22 @@ def headline(rows: Iterable[Row], line: Headline) -> list[str] | None:
     ]
 
 
-def section(results: dict[str, dict[str, Any]]) -> str:
-    """Markdown of the table; ``results``: of each family's file."""
-    lines = [headline(results[line.family]["rows"], line) for line in HEADLINES if line.family in results]
+def section(results: dict[str, dict[str, Any]], others: Sequence[dict[str, dict[str, Any]]] = ()) -> str:
+    """Markdown of the table; ``results``: of each family's file. ``others``: of devices whose tables stand in front of it; what they have a
+    line of is left out."""
+    lines = []
+    for line in HEADLINES:
+        if line.family in results and not any(line.family in o and headline(o[line.family]["rows"], line) for o in others):
+            lines.append(headline(results[line.family]["rows"], line))
     dates = sorted({family["date"] for family in results.values()})
     first = next(iter(results.values()))
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     text = (
         f"{first['device']}, CUDA {first['cuda']}, torch {first['torch']}, {when}. The geometric mean is over all cells of (time of the"
         " fastest peer that was timed on it) / (time of minfer); a cell is lost where that is below 1. Not every peer was timed on every"
-        " cell.\n\n"
+        " cell."
     )
+    text += " Lines of the table above are left out.\n\n" if others else "\n\n"
     header = ["operator", "measured on", "peers", "cells", "geomean over the best peer", "lost", "worst cell"]
     text += table(header, [line for line in lines if line])
     codes = [row for row in results.get("attention", {"rows": []})["rows"] if row["suite"] == "decode" and row["peer"] == "ours:16bit"]

@@ -111,6 +111,8 @@ def test_headline():
     text = headlines.section({"w4a16": results})
     assert "| " + " | ".join(cells) + " |" in text.splitlines() and "2000-01-01." in text
     assert headlines.headline([r for r in results["rows"] if r["peer"].startswith("ours:")], line) is None
+    behind = headlines.section({"w4a16": results}, [{"w4a16": results}])
+    assert cells[0] not in behind and "left out" in behind and headlines.section({"w4a16": results}, [{}]).count(cells[4]) == 1
     paged = [row("decode", 1, 8, 8, peer, ratio, page=page) for peer, ratio, page in (("cudnn", 0.9, None), ("fa3", 1.2, 64))]
     assert [r["peer"] for r in headlines.best_of_cells(paged)] == ["cudnn"], "a layout of the keys makes no cell of its own"
     assert len(headlines.best_of_cells([row("w8a16", 1, 8, 8, "cublas", 1.0, variant=v) for v in ("int8", "fp8_e4m3")])) == 2
