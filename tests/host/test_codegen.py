@@ -245,9 +245,9 @@ def test_the_projects_own_table():
         for element in ("f16", "bf16", *(["f32"] if float32 else [])):
             assert operation == "quantize" or (operation, element, False) in rows
             assert not quantizable or (operation, element, True) in rows
-    # At most 42 kernels of attention in a wheel for sm_90a, and 26 of its batch-invariant mode.
+    # At most 44 kernels of attention in a wheel for sm_90a, and 26 of its batch-invariant mode.
     own = [k for k in configs.buildable(kernels, ["90a"]) if k.FAMILY == "attention"]
-    assert sum(not k.invariant for k in own) <= 42 and sum(k.invariant for k in own) <= 26
+    assert sum(not k.invariant for k in own) <= 44 and sum(k.invariant for k in own) <= 26
     # Portable ones read every cache, and compute what sm_90's do.
     attention_kernels = [k for k in kernels if k.FAMILY == "attention"]
     for element, cache in itertools.product(("f16", "bf16"), ("dense", "fp8_e4m3", "int8", "int4")):
