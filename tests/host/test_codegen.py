@@ -212,7 +212,10 @@ def test_the_projects_own_table():
     for kernel in kernels:
         assert kernel.smem_bytes <= (SM90_SMEM_LIMIT if kernel.arch == 90 else SM80_SMEM_LIMIT)
         if kernel.FAMILY == "attention":
-            decode, prefill = r"(_fp8_e4m3|_int8|_int4)?_decode", r"(x\d+)?(_codes|_fp8_e4m3|_int8|_int4)?_\d+x\d+_prefill(_invariant)?"
+            decode, prefill = (
+                r"(_fp8_e4m3|_int8|_int4)?_decode",
+                r"(x\d+)?(_codes|_fp8_e4m3|_int8|_int4)?_\d+x\d+_prefill(_invariant|_divided)?",
+            )
             what = decode if kernel.schedule == "split_kv" else prefill
             assert re.fullmatch(rf"attention_sm(80|90)_b?f16_d\d+{what}", kernel.name)
             continue
@@ -356,6 +359,15 @@ def test_rows_over_codes():
     assert (dense.name, dense.b_format) == ("attention_sm90_bf16_d128_128x128_prefill", "dense")
     assert "WeightFormat::kCodes" in codes.definition() and "WeightFormat::kDense" in dense.definition()
     assert codes.shard_group != dense.shard_group
+
+
+def test_rows_that_divide_keys():
+    (divided,) = expand_attention(OVER_CODES | dict(cache="dense", divides=True))
+    assert divided.name == "attention_sm90_bf16_d128_128x128_prefill_divided" and divided.operation == "attention_divided"
+    assert "kInvariant = true" in divided.definition() and "kDivides = true" in divided.definition()
+    for changes in (dict(invariant=True), dict(head_dim=256, tile=[128, 64])):
+        with pytest.raises(ConfigError, match="row 1, divides = .*up to 192 and no kernel of the mode"):
+            expand_attention(OVER_CODES | dict(divides=True) | changes)
 
 
 # ---- legality -----------------------------------------------------------------------------------------------------------------
