@@ -10,6 +10,7 @@ import pytest
 import torch
 from minfer import quantize
 from minfer.checks import grouped_quantized_gemm as checks_moe_w4a16
+from minfer.quantize import round_to_nearest
 from minfer.reference import grouped_quantized_gemm as reference_moe_w4a16
 
 from tests.contracts.test_registration import check_op, need
@@ -557,3 +558,14 @@ def test_bad_gpt_oss():
     ):
         with pytest.raises(ValueError, match="from_gpt_oss: " + message):
             quantize.from_gpt_oss(changed)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_quantised_several_at_a_time(name, monkeypatch):
+    """The last ones fewer; with the codes of each alone."""
+    weight, bias = torch.randn(7, 64, 128).bfloat16(), torch.randn(7, 64).bfloat16()
+    want = quantize.quantize_w4_experts(weight, format=name, gated=True, gate_layout="alternating", bias=bias)
+    for experts in (1, 3):
+        monkeypatch.setattr(round_to_nearest, "_CHUNK_CPU", experts * 64 * 128)
+        have = quantize.quantize_w4_experts(weight, format=name, gated=True, gate_layout="alternating", bias=bias)
+        same_weights(have, want)

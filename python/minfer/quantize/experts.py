@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ..checks.grouped_gemm import GATE_LAYOUTS, MAX_EXPERTS
-from ..formats import weight_layout
+from ..formats import weight_formats, weight_layout
 from ..formats.gate_up import GATE_BLOCK
 from ..formats.weight_formats import FORMATS
 from ..ops.grouped_quantized_gemm import grouped_w4a16_gemm, moe_ffn_w4a16
 from ..ops.quantized_gemm import w4a16_dequantize, w4a16_pack
 from .checkpoints import mxfp4_tensors, mxfp4_weight
 from .loader import Loader
-from .round_to_nearest import quantize
+from .round_to_nearest import parts_at_once, quantize_parts
 from .weight import W4Weight, _Weight
 
 
@@ -267,14 +267,18 @@ def quantize_w4_experts(
     _require(function, good, f"bias must be {[experts, n]}, got {None if bias is None else list(bias.shape)}")
     _check_gate(function, n, gated, gate_layout)
 
-    def own(expert: int) -> W4Weight:
-        rows, own_bias = weight[expert], None if bias is None else bias[expert]
+    _require(function, format in weight_formats.names(4), f"format must be one of {', '.join(weight_formats.names(4))}, got '{format}'")
+    found: list[list[W4Weight]] = []
+    at_once = parts_at_once(format, max(n, 1), max(weight.shape[2], 1), weight.device)
+    for own in (slice(begin, min(begin + at_once, experts)) for begin in range(0, experts, at_once)):
+        rows, of_rows = weight[own], None if bias is None else bias[own]
         if gated:
-            rows = in_blocks(rows, 0, gate_layout)
-            own_bias = None if own_bias is None else in_blocks(own_bias, 0, gate_layout)
-        return quantize(function, 4, rows, group_size, symmetric, format, dtype, own_bias, clip)
-
-    return _stacked([[own(expert)] for expert in range(experts)], n, "blocks" if gated else None)
+            rows = in_blocks(rows, 1, gate_layout)
+            of_rows = None if of_rows is None else in_blocks(of_rows, 1, gate_layout)
+        of_rows = None if of_rows is None else of_rows.flatten()
+        several = quantize_parts(function, 4, rows.flatten(0, 1), len(rows), group_size, symmetric, format, dtype, of_rows, clip)
+        found += [[expert] for expert in several]
+    return _stacked(found, n, "blocks" if gated else None)
 
 
 def from_gpt_oss(tensors: Mapping[str, Tensor]) -> tuple[W4Experts, W4Experts]:

@@ -108,6 +108,13 @@ def _groups_of(weight: Tensor, group_size: int) -> Tensor:
     return torch.nn.functional.pad(weight.float(), (0, tail)).unflatten(1, (-1, size))
 
 
+def parts_at_once(name: str, n: int, k: int, device: torch.device) -> int:
+    """How many weights [n, k] are best given to :func:`quantize_parts` together: one alone is hundreds of launches, however small."""
+    if FORMATS[name].scale_type == torch.float8_e4m3fn:  # each has a scale of its own over those of its blocks
+        return 1
+    return max(1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK) // (n * k))
+
+
 def quantize(
     function: str,
     bits: int,
@@ -120,6 +127,23 @@ def quantize(
     clip: bool,
 ) -> W4Weight | W8Weight:
     """What :func:`quantize_w4` and :func:`quantize_w8` do, for ``function``, whose name errors begin with."""
+    return quantize_parts(function, bits, weight, 1, group_size, symmetric, name, dtype, bias, clip)[0]
+
+
+def quantize_parts(
+    function: str,
+    bits: int,
+    weight: Tensor,
+    parts: int,
+    group_size: int | None,
+    symmetric: bool,
+    name: str,
+    dtype: torch.dtype | None,
+    bias: Tensor | None,
+    clip: bool,
+) -> list[W4Weight | W8Weight]:
+    """:func:`quantize` of ``parts`` weights of as many rows each, which lie below each other; with the same codes, in fewer launches. More
+    than one are not for nvfp4."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:
@@ -127,8 +151,9 @@ def quantize(
 
     require(name in weight_formats.names(bits), f"format must be one of {', '.join(weight_formats.names(bits))}, got '{name}'")
     form, multiple = FORMATS[name], weight_layout.MULTIPLE
-    shape_fits = weight.dim() == 2 and not any(extent % multiple or extent == 0 for extent in weight.shape)
-    require(shape_fits, f"weight must be [n, k] in multiples of {multiple}, got {list(weight.shape)}")
+    shape = [weight.shape[0] // parts, *weight.shape[1:]] if weight.dim() > 0 else []
+    shape_fits = weight.dim() == 2 and not any(extent % multiple or extent == 0 for extent in shape)
+    require(shape_fits, f"weight must be [n, k] in multiples of {multiple}, got {shape}")
     require(weight.dtype in FLOATS, f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
     require(not weight.is_meta, "weight must have values, got a tensor on the meta device")
     group_size = form.usual_group_size if group_size is None else group_size
@@ -169,7 +194,14 @@ def quantize(
         scales[:, part] = scale.t()
         if zeros is not None:
             zeros[:, part] = zero.t()
-    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=name, bias=bias, alpha=alpha)
+    rows_of = [slice(begin, begin + n // parts) for begin in range(0, n, n // parts)]
+    return [
+        weight_of_codes(
+            codes[own], scales[:, own], None if zeros is None else zeros[:, own], group_size=group_size, format=name,
+            bias=None if bias is None else bias[own], alpha=alpha,
+        )
+        for own in rows_of
+    ]  # fmt: skip
 
 
 def quantize_w4(
