@@ -61,7 +61,10 @@ def test_predictions_are_the_plans(name):
     assert torch.equal(data.raw([{}]), data.raw([model]))  # the defaults' text has all their bits
     picks = fit_plans.regrets(data.picked([model]), data)[0]
     for found, regret in zip(problems, picks.tolist(), strict=True):
-        own = next(us for kernel, launch, us, _ in found["plans"] if [kernel, launch] == found["pick"])
+        own = next((us for kernel, launch, us, _ in found["plans"] if [kernel, launch] == found["pick"]), None)
+        if own is None:  # divided keys are the plan's alone, and the fit chooses among the others
+            assert name == "attention" and found["pick"][1].startswith("split_count=")
+            continue
         assert regret == pytest.approx(own / min(us for *_, us in found["plans"]) - 1)
 
 
