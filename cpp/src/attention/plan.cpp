@@ -208,9 +208,10 @@ void plan_split_count(KernelInfo const& kernel, AttentionProblem const& p, Devic
 }
 
 /// Whether CTAs take their tiles from a counter, which a memset of 2 to 3 us clears in front of the launch. Up to two tiles a CTA, the
-/// longest first, are the same ones without it.
+/// longest first, are the same ones without it where the second ones are taken in reverse (tile_scheduler.cuh).
 bool wants_counter(KernelInfo const& kernel, AttentionProblem const& p, int64_t packed_heads, DeviceProperties const& device) {
-  return !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, packed_heads) > 2.0 * double(device.sm_count));
+  double const most = (converts(kernel) ? 1.0 : 2.0) * double(device.sm_count);
+  return !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, packed_heads) > most);
 }
 
 AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {

@@ -17,10 +17,10 @@ struct SplitTile : QueryTile {
 };
 
 /// Params: SplitParams of the kernel.
-template <class Params, int kTileM, int kTileN>
-struct SplitTileScheduler : PrefillTileScheduler<kTileM, SequenceTableOf<256>> {
+template <class Params, int kTileM, int kTileN, bool kReverses>
+struct SplitTileScheduler : PrefillTileScheduler<kTileM, SequenceTableOf<256>, kReverses> {
   using Table = SequenceTableOf<256>;  // shared memory is the limit
-  using Whole = PrefillTileScheduler<kTileM, Table>;
+  using Whole = PrefillTileScheduler<kTileM, Table, kReverses>;
   using Items = SplitItems<kTileM, kTileN>;
   using Storage = typename Table::Storage;
 

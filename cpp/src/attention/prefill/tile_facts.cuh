@@ -47,8 +47,9 @@ struct PrefillTileFacts {
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
   using WholeParams = cute::conditional_t<kConverts, PrefillCodesParams, PrefillParams>;
   using Params = cute::conditional_t<kInvariant, SplitParams<WholeParams>, WholeParams>;
-  using TileScheduler =
-      cute::conditional_t<kInvariant, SplitTileScheduler<SplitParams<WholeParams>, kTileM, kTileN>, PrefillTileScheduler<kTileM>>;
+  static constexpr bool kReverses = !kConverts;  // converters would spill a register for it
+  using TileScheduler = cute::conditional_t<kInvariant, SplitTileScheduler<SplitParams<WholeParams>, kTileM, kTileN, kReverses>,
+                                            PrefillTileScheduler<kTileM, SequenceTable, kReverses>>;
   using Tile = cute::conditional_t<kInvariant, SplitTile, QueryTile>;
 
   /// The queries `first` to `last` of a tile, or of a warpgroup's 64 rows of it; none where last < first.

@@ -26,7 +26,8 @@ struct QueryTile {
   __device__ bool is_none() const { return batch < 0; }
 };
 
-template <int kTileM, class Table = SequenceTable>
+/// kReverses: CTAs without a counter take their second tiles in reverse.
+template <int kTileM, class Table = SequenceTable, bool kReverses = false>
 struct PrefillTileScheduler {
   using Storage = typename Table::Storage;
 
@@ -44,12 +45,12 @@ struct PrefillTileScheduler {
     return p.cu_seqlens_q == nullptr ? p.q_tiles * p.head_tiles * p.batch : Table::total(storage, p.batch);
   }
 
-  /// The CTA's next tile after `tile`, or a number >= count() where none is left. Called by one thread. Without a counter, the CTA with the
-  /// shortest first tile has the longest second one, as it would have with one.
+  /// The CTA's next tile after `tile`, or a number >= count() where none is left. Called by one thread. In reverse, the CTA with the
+  /// shortest first tile has the longest second one, as it would have with a counter.
   static __device__ int32_t next(PrefillParams const& p, int32_t tile) {
     int32_t const ctas = int32_t(gridDim.x);
     if (p.tile_counter != nullptr) return ctas + atomicAdd(p.tile_counter, 1);
-    return tile < ctas ? 2 * ctas - 1 - tile : tile + ctas;
+    return kReverses && tile < ctas ? 2 * ctas - 1 - tile : tile + ctas;
   }
 
   static __device__ QueryTile at(Storage const& storage, PrefillParams const& p, int32_t tile) {
