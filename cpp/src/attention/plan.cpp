@@ -214,13 +214,19 @@ bool wants_counter(KernelInfo const& kernel, AttentionProblem const& p, int64_t 
   return !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, packed_heads) > most);
 }
 
-AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
+/// What every plan has.
+AttentionPlan plan_with(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   AttentionPlan plan;
   plan.kernel = &kernel;
   plan.floor_us = floor_us(p, device);
   // A box lies within a page; where scales belong to tokens, within the one page of a contiguous sequence, too.
   bool const within = p.paged || p.kv_format == WeightFormat::kInt8 || p.kv_format == WeightFormat::kInt4;
   plan.box_rows = within ? std::gcd(int64_t(kernel.tile_n), p.page_size) : kernel.tile_n;
+  return plan;
+}
+
+AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
+  AttentionPlan plan = plan_with(kernel, p, device);
   if (splits_keys(kernel)) {
     plan.row_tiles = rows_of(p) <= 8 ? 1 : kernel.tile_m / 8;
     int64_t const rows = 8 * plan.row_tiles;
@@ -258,11 +264,7 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
 
 /// A plan of a batch-invariant kernel outside of that mode; split_count is 0 where it is of no use.
 AttentionPlan describe_divided(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
-  AttentionPlan plan;
-  plan.kernel = &kernel;
-  plan.floor_us = floor_us(p, device);
-  bool const within = p.paged || p.kv_format == WeightFormat::kInt8 || p.kv_format == WeightFormat::kInt4;
-  plan.box_rows = within ? std::gcd(int64_t(kernel.tile_n), p.page_size) : kernel.tile_n;
+  AttentionPlan plan = plan_with(kernel, p, device);
   plan.packed_heads = choose_packed_heads_invariant(kernel, p);
   plan_split_count(kernel, p, device, &plan);
   plan.predicted_us = std::max(plan.predicted_us, plan.floor_us);
@@ -431,14 +433,14 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   // Decode and drafts keep a split-KV kernel: graphs hold plans of calls with as many keys as there is room for; over fewer it is faster.
   bool const drafts = problem.seqlen_q <= kDrafts && rows_of(problem) <= kFewRows;
   if (splits_keys(*best) && (drafts || rows_of(problem) <= best->tile_m)) dividing.clear();
-  auto const all = dividing;
-  std::erase_if(dividing, [&](KernelInfo const* kernel) {  // the mode's, where there is one with longer key blocks for the same tile
-    return is_invariant(*kernel) && std::ranges::any_of(all, [&](KernelInfo const* other) {
-             return is_dividing(*other) && other->tile_m == kernel->tile_m && other->tile_k == kernel->tile_k;
+  auto const has_longer_blocks = [&](KernelInfo const& kernel) {  // another one for the same tile, beside the mode's
+    return is_invariant(kernel) && std::ranges::any_of(dividing, [&](KernelInfo const* other) {
+             return is_dividing(*other) && other->tile_m == kernel.tile_m && other->tile_k == kernel.tile_k;
            });
-  });
+  };
   for (KernelInfo const* kernel : dividing) {
     constexpr double kMargin = 0.9;  // of a prediction that has more parts
+    if (has_longer_blocks(*kernel)) continue;
     AttentionPlan const divided = describe_divided(*kernel, problem, device);
     if (divided.split_count == 0 || divided.predicted_us >= (plan->split_count > 0 ? 1.0 : kMargin) * plan->predicted_us) continue;
     *plan = divided;

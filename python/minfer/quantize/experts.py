@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks.grouped_gemm import GATE_LAYOUTS, MAX_EXPERTS
-from ..formats import weight_formats, weight_layout
+from ..formats import weight_layout
 from ..formats.gate_up import GATE_BLOCK
 from ..formats.weight_formats import FORMATS
 from ..ops.grouped_quantized_gemm import grouped_w4a16_gemm, moe_ffn_w4a16
@@ -267,7 +267,6 @@ def quantize_w4_experts(
     _require(function, good, f"bias must be {[experts, n]}, got {None if bias is None else list(bias.shape)}")
     _check_gate(function, n, gated, gate_layout)
 
-    _require(function, format in weight_formats.names(4), f"format must be one of {', '.join(weight_formats.names(4))}, got '{format}'")
     found: list[list[W4Weight]] = []
     at_once = parts_at_once(format, max(n, 1), max(weight.shape[2], 1), weight.device)
     for own in (slice(begin, min(begin + at_once, experts)) for begin in range(0, experts, at_once)):

@@ -110,24 +110,9 @@ def _groups_of(weight: Tensor, group_size: int) -> Tensor:
 
 def parts_at_once(name: str, n: int, k: int, device: torch.device) -> int:
     """How many weights [n, k] are best given to :func:`quantize_parts` together: one alone is hundreds of launches, however small."""
-    if FORMATS[name].scale_type == torch.float8_e4m3fn:  # each has a scale of its own over those of its blocks
+    if name not in FORMATS or FORMATS[name].scale_type == torch.float8_e4m3fn:  # nvfp4 has a scale for the whole weight
         return 1
     return max(1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK) // (n * k))
-
-
-def quantize(
-    function: str,
-    bits: int,
-    weight: Tensor,
-    group_size: int | None,
-    symmetric: bool,
-    name: str,
-    dtype: torch.dtype | None,
-    bias: Tensor | None,
-    clip: bool,
-) -> W4Weight | W8Weight:
-    """What :func:`quantize_w4` and :func:`quantize_w8` do, for ``function``, whose name errors begin with."""
-    return quantize_parts(function, bits, weight, 1, group_size, symmetric, name, dtype, bias, clip)[0]
 
 
 def quantize_parts(
@@ -142,8 +127,8 @@ def quantize_parts(
     bias: Tensor | None,
     clip: bool,
 ) -> list[W4Weight | W8Weight]:
-    """:func:`quantize` of ``parts`` weights of as many rows each, which lie below each other; with the same codes, in fewer launches. More
-    than one are not for nvfp4."""
+    """What :func:`quantize_w4` and :func:`quantize_w8` do with each of ``parts`` weights of as many rows, which lie below each other, in
+    fewer launches; of nvfp4 one part alone. ``function``: whose name errors begin with."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:
@@ -237,7 +222,7 @@ def quantize_w4(
 
     Numerics: searched in float32 with the scales rounded to what is stored.
     """
-    return quantize("quantize_w4", 4, weight, group_size, symmetric, format, dtype, bias, clip)
+    return quantize_parts("quantize_w4", 4, weight, 1, group_size, symmetric, format, dtype, bias, clip)[0]
 
 
 def quantize_w8(
@@ -264,4 +249,4 @@ def quantize_w8(
     Raises:
       ValueError: an argument cannot be right, or the weight has a NaN or infinity.
     """
-    return quantize("quantize_w8", 8, weight, group_size, symmetric, format, dtype, bias, clip)
+    return quantize_parts("quantize_w8", 8, weight, 1, group_size, symmetric, format, dtype, bias, clip)[0]
