@@ -50,6 +50,7 @@ constexpr double kCopyStartAloneUs = 1.4;  // us of a copy's launch that no othe
 constexpr double kGridFixup = 1.5, kGridPartial = 0.05;
 
 constexpr double kMostResident = 4;  // launches that read at a time
+constexpr double kFewRounds = 3;     // of split tiles: more have batch-invariant plans alone
 
 // Of SMs that do not read, to the time in which all of them read: measured with weights for m <= 48, 80 CTAs reach 3.2 TB/s, 108 3.7, 120
 // 4.0, and 132 4.2.
@@ -245,8 +246,10 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
   double const exposed_us =
       pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;
+  // Of many rounds each tile's partials, as of batch-invariant plans with many rows; of a few, the last ones'.
+  double const exchanged = splits > 1 && tiles * splits > kFewRounds * workers_ ? owned : 1.0;
   double const fixup_us = in_cluster     ? r.fixup_cluster + partials * partial_us_ * r.cluster_partial
-                          : partials > 0 ? r.fixup + (partials - 1) * r.partial + (partials + 1) * partial_us_
+                          : partials > 0 ? r.fixup + (partials - 1) * r.partial + exchanged * (partials + 1) * partial_us_
                                          : 0.0;
   // A range's sums are left and read again by the CTA that adds the next one's, tile by tile.
   int64_t const ranges = launch.decomposition == Decomposition::kRanges ? std::min<int64_t>(launch.splits, k_tiles_) : 1;

@@ -12,7 +12,7 @@
 namespace minfer::w4a16 {
 
 /// accumulator = (a warpgroup's rows of the weights) x (the tile's tokens)^T over the next k_count stages, which it waits for and
-/// releases: one of four loops. has_zeros: whether zero points are read; constants stand for them elsewhere.
+/// releases: one of five loops. has_zeros: whether zero points are read; constants stand for them elsewhere.
 template <class S, class Storage, class Accumulator>
 CUTLASS_DEVICE void multiply(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count, int group_shift,
                              bool has_zeros, int consumer, int thread) {
@@ -31,6 +31,8 @@ CUTLASS_DEVICE void multiply(Storage& storage, typename S::PipelineState& ring, 
     }
   } else if constexpr (S::kScaling == Scaling::kAccumulators) {
     mainloop_accumulators<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+  } else if constexpr (S::kMmaM == 1 && S::kSlices == 1 && S::kTileN <= 32) {
+    mainloop_few_fragments<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
   } else {
     mainloop_fragments<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
   }

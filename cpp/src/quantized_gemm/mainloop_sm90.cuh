@@ -4,7 +4,7 @@
 //
 // A thread reads its own codes of a 64 x 64 weight block by one 16-byte access (two of 8-bit weights; w4_layout.h), dequantises them to
 // four A fragments and issues four WGMMAs; while these run it dequantises the next block into the other set of registers. With mma.sync
-// several warps of an SM scheduler take each other's time. The inner loop is one of four, by where scales are applied: mainloop_*_sm90.cuh.
+// several warps of an SM scheduler take each other's time. The inner loop is one of five, by where scales are applied: mainloop_*_sm90.cuh.
 // Pipeline: one pair of mbarriers a stage. Full: TMA's bytes. Empty: one arrival of each consumer warp, when the WGMMAs that read the
 // stage's activations have retired, or mma.sync's sums of them are there.
 #pragma once

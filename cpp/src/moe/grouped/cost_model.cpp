@@ -29,6 +29,11 @@ struct Stage {
 Stage stage_of(CostModel const& m, KernelInfo const& kernel) {
   bool const fine = kernel.group_multiple < 128;
   double const scaled = kernel.b_format == WeightFormat::kNvFp4 ? m.stage_nvfp4 : 1.0;
+  if (kernel.invariant_only) {
+    if (kernel.tile_n > 16) return {m.stage_invariant_64x32_us, m.gather_32, m.tile_32_us, m.token_32_us};
+    double const stage_us = kernel.tile_m > 64 ? m.stage_invariant_128x16_us : m.stage_invariant_64x16_us;
+    return {stage_us, m.gather_16, m.tile_16_us, m.token_16_us};
+  }
   switch (kernel.tile_n) {
     case 8: return {scaled * (fine ? m.stage_8_fine_us : m.stage_8_us), m.gather_8, m.tile_8_us, m.token_8_us};
     case 16: return {scaled * (fine ? m.stage_16_fine_us : m.stage_16_us), m.gather_16, m.tile_16_us, m.token_16_us};

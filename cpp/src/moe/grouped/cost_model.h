@@ -46,6 +46,9 @@ struct CostModel {
   double stage_64_us = 0.475, stage_64_fine_us = 0.586, gather_64 = 1.68, tile_64_us = 1.12, token_64_us = 0.00998;
   double stage_128_us = 0.626, stage_128_fine_us = 0.784, gather_128 = 1.83, tile_128_us = 0.795, token_128_us = 0.019;
 
+  // Of the kernels for few tokens of the batch-invariant mode, stages of 128 of k, by their tile.
+  double stage_invariant_64x16_us = 0.41, stage_invariant_128x16_us = 0.64, stage_invariant_64x32_us = 0.53;
+
   // Operands of 8 bits, fitted to 450 random problems (seeds 2000, 3000, 4000) on an H100, but for the share of the bandwidth, which is the
   // H200's. A k tile of 128 takes as long as its products, or its loads, at least stage_ us; a tile's first and last steps.
   double scaled_start_us = 2.32, scaled_share = 0.93, scaled_last_wave = 0.243, scaled_power = 2.67, scaled_gated = 1.46;
@@ -159,6 +162,9 @@ constexpr CostConstant<CostModel> kCostConstants[] = {
     MINFER_COST_CONSTANT(gather_128),
     MINFER_COST_CONSTANT(tile_128_us),
     MINFER_COST_CONSTANT(token_128_us),
+    MINFER_COST_CONSTANT(stage_invariant_64x16_us),
+    MINFER_COST_CONSTANT(stage_invariant_128x16_us),
+    MINFER_COST_CONSTANT(stage_invariant_64x32_us),
     MINFER_COST_CONSTANT(scaled_start_us),
     MINFER_COST_CONSTANT(scaled_share),
     MINFER_COST_CONSTANT(scaled_last_wave),
