@@ -31,7 +31,7 @@ CUTLASS_DEVICE void multiply(Storage& storage, typename S::PipelineState& ring, 
     }
   } else if constexpr (S::kScaling == Scaling::kAccumulators) {
     mainloop_accumulators<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
-  } else if constexpr (S::kMmaM == 1 && S::kSlices == 1 && S::kTileN <= 32) {
+  } else if constexpr (S::kMmaM == 1 && S::kSlices == 1 && S::kTileN * S::kConsumers <= 32) {  // with registers for two sets
     mainloop_few_fragments<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
   } else {
     mainloop_fragments<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
