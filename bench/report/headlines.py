@@ -68,6 +68,7 @@ HEADLINES = (
     Headline("sampling", "five vocabularies, batch 1 to 512", "fused", ("sample",)),
     Headline("decode step of a layer", "Llama-3.1-8B, batch 1 to 64", "fused", ("decode_layer",)),
     Headline("functions that users fuse", "rows, GEMM epilogues, scores and masks of attention", "fuse", ("rows", "gemm", "attention")),
+    Headline("dense GEMM in the batch-invariant mode", "layers of three models, m = 1 to 4096", "batch_invariance", ("dense",)),
     Headline("whole models in 16 bits, decode", "two dense models, batch 1 to 256", "e2e", ("decode",), "bf16", "vllm_ops"),
     Headline("whole models, 4-bit weights, decode", "two dense models, batch 1 to 256", "e2e", ("decode",), "w4a16", "vllm_ops"),
     Headline("whole models in 16 bits, decode", "six models, batch 1 to 64", "e2e", ("decode",), "bf16", "transformers"),
