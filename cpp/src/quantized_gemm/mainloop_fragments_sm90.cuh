@@ -5,6 +5,18 @@
 
 namespace minfer::w4a16 {
 
+/// Waits for the last WGMMAs, releases their stage, and multiplies by what products of fragments and scales still lack.
+template <class S, class Storage, class Accumulator>
+CUTLASS_DEVICE void finish_fragments(Storage& storage, Accumulator& accumulator, int stage, int thread) {
+  cute::warpgroup_wait<0>();
+  cute::warpgroup_fence_operand(accumulator);
+  S::release(storage, stage, thread);
+  if constexpr (S::Scale::kRest != 1.0f) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < S::kValues; ++v) accumulator(v) *= S::Scale::kRest;
+  }
+}
+
 /// Scales on the fragments, many tokens. A WGMMA holds its warps until it has read A's registers, so with many tokens a warp can do little
 /// else while its WGMMAs run: each k block is a batch of its own, dequantised while the previous one runs, in a ring of four fragments.
 template <class S, class Storage, class Accumulator>
@@ -67,13 +79,7 @@ CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineSta
     previous = stage;
     ring.advance();
   }
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(accumulator);
-  S::release(storage, previous, thread);
-  if constexpr (Scale::kRest != 1.0f) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int v = 0; v < S::kValues; ++v) accumulator(v) *= Scale::kRest;
-  }
+  finish_fragments<S>(storage, accumulator, previous, thread);
 }
 
 /// The same sums for few tokens, as kernels of the batch-invariant mode have them. WGMMAs are short, so that fences and waits count: the
@@ -85,7 +91,6 @@ CUTLASS_DEVICE void mainloop_few_fragments(Storage& storage, typename S::Pipelin
   using TiledMma = typename S::TiledMma;
   using SmemLayoutB = typename S::SmemLayoutB;
   using Codes = typename S::Codes;
-  using Scale = typename S::Scale;
   using namespace cute;
   using H = Half2<S::kType>;
   static_assert(S::kMmaM == 1 && S::kSlices == 1);
@@ -142,13 +147,7 @@ CUTLASS_DEVICE void mainloop_few_fragments(Storage& storage, typename S::Pipelin
     previous = stage;
     ring.advance();
   }
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(accumulator);
-  S::release(storage, previous, thread);
-  if constexpr (Scale::kRest != 1.0f) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int v = 0; v < S::kValues; ++v) accumulator(v) *= Scale::kRest;
-  }
+  finish_fragments<S>(storage, accumulator, previous, thread);
 }
 
 }  // namespace minfer::w4a16

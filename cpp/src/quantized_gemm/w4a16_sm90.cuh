@@ -77,9 +77,8 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   Status status =
       encode_tensor_map(&mainloop.weights, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, operands.b, weight_extents, weight_strides, weight_box);
   if (!status.ok()) return status;
-  // Of fewer tokens than a tile has room for, boxes hold these alone. Rows of a box outside of the tensor cost as much as requests for one
-  // line by all CTAs: with them one token of 28672 x 4096 took 33 us in tiles of 32 tokens, without them 24. What a stage's other rows hold
-  // goes into columns that nobody stores.
+  // Of fewer tokens than a tile has room for, boxes hold these alone: with rows outside of the tensor one token of 28672 x 4096 took 33 us
+  // in tiles of 32 tokens, without them 24. What a stage's other rows hold goes into columns that nobody stores.
   int const tokens = Kernel::S::kCluster > 1 ? Config::kTileN / Kernel::S::kCluster : int(std::min<int64_t>(Config::kTileN, problem.m));
   status = encode_tensor_map_planes(&mainloop.activations, problem.ab_type, operands.a, problem.k, problem.m, 1, operands.lda, 0, kBlockK,
                                     tokens);
