@@ -226,6 +226,25 @@ def test_pages(kv_format):
         assert not differs(rows_of(there, 1400, 1472), want), size
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_pages_of_many_items(kv_format, dtype):
+    """So many sequences that each warp has a split of its own: pages of one box, of several, and of boxes that its lanes cannot hold, and
+    scales that no copy of 16 bytes reaches."""
+    draw = random.Random(11)
+    for page_size in (64, 128) if kv_format == "int4" else (8, 16, 32, 64):
+        for head_dim, heads in ((128, (8, 4)), (64, (16, 8))):
+            lengths = [draw.choice((2, 31, 512, 1100, draw.randrange(2, 1100))) for _ in range(130)]
+            call = make(lengths, kv_format, heads, (head_dim, head_dim), dtype, queries=2, page_size=page_size)
+            want = run(call, few=False)
+            assert not differs(run(call, few=True), want), (page_size, head_dim)
+            scales = {name: x for name in ("k_scale", "v_scale") if (x := getattr(call.cache, name)) is not None and x.dim() > 1}
+            if not scales or page_size != 64:
+                continue
+            apart = {name: x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x) for name, x in scales.items()}
+            assert not differs(run(dataclasses.replace(call, cache=call.cache._replace(**apart)), few=True), want), head_dim
+
+
 @pytest.mark.parametrize("few", (False, True))
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_padding_of_a_graph(kv_format, few):

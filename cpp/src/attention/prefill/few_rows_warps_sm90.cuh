@@ -2,16 +2,19 @@
 // store, with the arithmetic of few_rows_sm90.cuh and therefore the same bits. Such launches are bound by the bytes of the cache, and what
 // counts is that as many loads are under way as shared memory holds, over blocks and items.
 //
-// Warp roles. Warps 0 to 7 are consumers. Each has a producer, warps 8 to 15, and a ring of its own, whose stages are 16 or 32 keys or
-// their values: a block's keys, then its values, from the last block of a split to the first. Nothing else is shared or waited for. Scores,
-// probabilities and output are in the consumer's registers, as are the queries.
-// Limits: an item is one split (split_scheduler.cuh), or a tile whose keys are one split.
+// Warp roles. Eight warps, of int4 twelve, are consumers. Each has a ring of its own, whose stages are 16 or 32 keys or their values: a
+// block's keys, then its values, from the last block of a split to the first. Scores, probabilities and output are in the consumer's
+// registers, as are the queries. Four more warps, one to a scheduler, are producers, which fill the rings of two or three consumers each: a
+// stage of one, then a stage of another, where there is room. What can be issued is the limit of consumers that convert codes, so that a
+// producer's instructions count: a lane holds where a box of the item lies, and brings 16 bytes of a stage's scales.
+// Limits: an item is one split (split_scheduler.cuh), or a tile whose keys are one split; fits() has others.
 #pragma once
 
 #include <algorithm>
 
 #include "attention/prefill/few_rows_consumer.cuh"
 #include "attention/prefill/few_rows_producer.cuh"
+#include "common/shared_barrier.cuh"
 
 namespace minfer::attention {
 
@@ -37,13 +40,18 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
   using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Tile, typename Traits::TileScheduler;
   using BaseParams = typename Traits::Params;
   using Params = FewRowsWarpsParams<BaseParams>;
-  static constexpr int kWarps = 8, kThreads = 2 * 32 * kWarps, kSteps = kHeadDim / 16;
-  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 48;
+  static constexpr int kWarps = kInt4 ? 12 : 8, kProducers = 4, kStreams = kWarps / kProducers, kThreads = 32 * (kWarps + kProducers);
+  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr int kConsumerRegisters = kWarps > 8 ? 152 : 208, kProducerRegisters = kWarps > 8 ? 56 : 88;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;  // of a thread before that
+  static_assert(kWarps * kConsumerRegisters + kProducers * kProducerRegisters <= (kWarps + kProducers) * kLaunchRegisters,
+                "a warpgroup would wait forever for registers");
   // A stage has tiles of 16 keys: two, whose MMAs are independent of each other, where blocks have pairs of them.
   static constexpr int kStageTiles = kTokenTiles % 2 == 0 ? 2 : 1, kStageKeys = 16 * kStageTiles, kBlockStages = kTokenTiles / kStageTiles;
   static constexpr int kStageBytes = kStageKeys * kRowBytes, kFixedBytes = 4096;
   static constexpr int kStages = std::min((227 * 1024 - kFixedBytes) / (kWarps * (kStageBytes + kStageKeys * kScaleBytes + 16)), 16);
-  static constexpr int kLocations = (Traits::kSplitBlocks * kBlockStages + 31) / 32;  // that a lane holds, of a split's stages
+  static constexpr int kSplitStages = Traits::kSplitBlocks * kBlockStages;
+  static constexpr int kLocations = (kSplitStages + 31) / 32;  // that a lane holds, of a split's boxes
 
   using Ring = minfer::Ring<kStages>;
 
@@ -51,11 +59,23 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     alignas(1024) uint8_t ring[kWarps][kStages][kStageBytes];  // [column][key][kBoxBytes], as TMA swizzles them
     alignas(16) typename Traits::Scale
         scales[kTokenScales > 0 ? kWarps : 1][kTokenScales > 0 ? kStages : 1][kTokenScales > 0 ? kStageKeys* kTokenScales : 8];
-    alignas(8) uint64_t full[kWarps][kStages], empty[kWarps][kStages];
+    alignas(16) uint64_t barriers[kWarps][kStages][2];  // of a stage: that it is full, and that it is empty
     typename TileScheduler::Storage tiles;
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= 227 * 1024);
+
+  /// Whether lanes can hold where all boxes of a split lie, and bring the scales, and a Place has room for the KV head.
+  static bool fits(BaseParams const& params) {
+    if (params.heads_kv > Place::kMaxHeads) return false;
+    if (kSplitStages * kStageKeys > 32 * kLocations * params.box_rows) return false;
+    if constexpr (kTokenScales > 0) {
+      for (auto const* side : {&params.keys, &params.values}) {
+        if (reinterpret_cast<uintptr_t>(side->scale) % 16 != 0) return false;
+      }
+    }
+    return true;
+  }
 
   static CUTLASS_DEVICE void run(Params const& params, char* smem) {
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
@@ -64,50 +84,50 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     allow_dependent_launch();
     if (thread < kWarps) {
       for (int s = 0; s < kStages; ++s) {
-        FullBarrier::init(&storage.full[thread][s], 1);
-        EmptyBarrier::init(&storage.empty[thread][s], 1);
+        FullBarrier::init(&storage.barriers[thread][s][0], kTokenScales > 0 ? 33 : 1);  // each lane brings scales
+        EmptyBarrier::init(&storage.barriers[thread][s][1], 1);
       }
       cutlass::arch::fence_barrier_init();
     }
     wait_for_predecessor();
     TileScheduler::build(storage.tiles, params, thread, kThreads);
     __syncthreads();
-    int const first = warp % kWarps * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * kWarps;  // few items are on all SMs
+    int const step = int(gridDim.x) * kWarps;
     int const count = TileScheduler::count(storage.tiles, params);
     if (warp >= kWarps) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-      Loads loads{params, storage, warp - kWarps, thread % 32};
-      for (int item = first; item < count; item += step) loads.load(TileScheduler::at(storage.tiles, params, item));
+      Loads(params, storage, warp - kWarps, thread % 32).run(count);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       clear_rows_outside_sequences(params, thread, 32 * kWarps);
-      Warp of{params, storage, warp, thread % 32};
-      for (int item = first; item < count; item += step) of.compute(TileScheduler::at(storage.tiles, params, item));
+      Warp of{params, storage, warp, thread % 32, address_of_storage(storage)};
+      for (int item = warp * int(gridDim.x) + int(blockIdx.x); item < count; item += step) {  // few items are on all SMs
+        of.compute(TileScheduler::at(storage.tiles, params, item));
+      }
     }
   }
 
-  /// Where a warp stands in the stages of an item: from the last block to the first, a block's keys and then its values.
-  struct Place {
-    int block, part, values;  // number of the block; of the stage's keys in the sequence; whether it is the values' turn
-  };
+  /// Addresses in shared memory. base: address_of_storage(), which the compiler keeps, since it does not know it.
+  static CUTLASS_DEVICE uint32_t address_of_storage(SharedStorage const& storage) {
+    uint32_t base = shared_address(&storage);
+    make_opaque(base);
+    return base;
+  }
+  static CUTLASS_DEVICE uint32_t stage_at(uint32_t base, int warp, int stage) { return base + (warp * kStages + stage) * kStageBytes; }
+  static CUTLASS_DEVICE uint32_t scales_at(uint32_t base, int warp, int stage) {
+    return base + uint32_t(offsetof(SharedStorage, scales)) + (warp * kStages + stage) * (kStageKeys * kScaleBytes);
+  }
+  static CUTLASS_DEVICE uint32_t full_at(uint32_t base, int warp, int stage) {
+    return base + uint32_t(offsetof(SharedStorage, barriers)) + (warp * kStages + stage) * 16;
+  }
+  static CUTLASS_DEVICE uint32_t empty_at(uint32_t base, int warp, int stage) { return full_at(base, warp, stage) + 8; }
+
   /// The stages' keys of an item of which one of its queries sees some; none where end <= begin.
   struct Range {
     int begin, end;
 
     CUTLASS_DEVICE int first_of(int block) const { return max(begin, block * kBlockStages); }
     CUTLASS_DEVICE int end_of(int block) const { return min(end, (block + 1) * kBlockStages); }
-    CUTLASS_DEVICE Place first() const {
-      int const block = (end - 1) / kBlockStages;
-      return {block, first_of(block), 0};
-    }
-    /// The next place; behind the last one the block is before the first one.
-    CUTLASS_DEVICE void advance(Place& at) const {
-      if (++at.part < end_of(at.block)) return;
-      if (at.values) --at.block;
-      at.values ^= 1;
-      at.part = first_of(at.block);
-    }
-    CUTLASS_DEVICE bool is_over(Place const& at) const { return (at.block + 1) * kBlockStages <= begin; }
   };
   static CUTLASS_DEVICE Range range_of(Params const& params, Tile const& tile) {
     auto const queries = Traits::queries_of(params, tile);
@@ -120,69 +140,218 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     return {begin / kStageKeys, begin < end ? (end + kStageKeys - 1) / kStageKeys : 0};
   }
 
-  // ---- a producer -----------------------------------------------------------------------------------------------------------------
+  // ---- producers ------------------------------------------------------------------------------------------------------------------
 
+  /// Which stage of an item comes next: from the last block to the first, a block's keys and then its values. In one register, since a
+  /// producer has several: [kv_head][values][end of the block][its first stage][stage], counted from the item's first stage.
+  struct Place {
+    static constexpr int kBits = 6, kMaxHeads = 1 << (31 - 3 * kBits);
+    static_assert(kSplitStages < 1 << kBits);
+    uint32_t word;
+
+    static CUTLASS_DEVICE Place of(Range const& range, int kv_head) {
+      int const first = range.first_of((range.end - 1) / kBlockStages) - range.begin;
+      return {uint32_t(first) * ((1u << kBits) + 1) | uint32_t(range.end - range.begin) << 2 * kBits |
+              uint32_t(kv_head) << (3 * kBits + 1)};
+    }
+    CUTLASS_DEVICE int field(int number) const { return int(word >> number * kBits & ((1u << kBits) - 1)); }
+    CUTLASS_DEVICE int stage() const { return field(0); }
+    CUTLASS_DEVICE bool values() const { return (word >> 3 * kBits & 1) != 0; }
+    CUTLASS_DEVICE int kv_head() const { return int(word >> (3 * kBits + 1)); }
+    /// False behind the last one.
+    CUTLASS_DEVICE bool advance() {
+      if (stage() + 1 < field(2)) {
+        ++word;
+        return true;
+      }
+      int first = field(1), end = field(2);
+      bool const had_values = values();
+      if (had_values) end = first, first = max(first - kBlockStages, 0);
+      word = (word >> 3 * kBits ^ 1) << 3 * kBits | uint32_t(end) << 2 * kBits | uint32_t(first) * ((1u << kBits) + 1);
+      return end > 0;
+    }
+  };
+
+  /// The loads of one consumer: the stages of its item that are left, and which item is next. Lane i holds where boxes i, i + 32 of the
+  /// item lie, and where their scales do.
+  struct Stream {
+    int next;
+    Place at{0};
+    PageTable::Location of_lane[kLocations] = {};
+    uint32_t scales[2] = {kNotThere, kNotThere};  // of keys, of values: 16 bytes each
+    Ring ring = Ring::of_producer();
+  };
+  static constexpr uint32_t kNotThere = 0xffffffffu;
+
+  /// A producer's streams take turns, a stage each.
   struct Loads {
     Params const& params;
     SharedStorage& storage;
-    int const warp, lane;
-    Ring ring = Ring::of_producer();
+    int const producer, lane;
+    uint32_t const base;
+    int const box_shift = 31 - __clz(params.box_rows), boxes = kStageKeys >> box_shift;  // tokens of a box; boxes of a stage
+    // The lane's 16 bytes of a stage's scales.
+    int of_box = 0;                            // in which box of the stage
+    char const* from[2] = {nullptr, nullptr};  // of keys, of values: of the box whose number is zero
+    uint32_t bytes[2] = {0, 0};
 
-    /// Loads an item. Where a box fills a stage, lane i holds where stages i, i + 32 of the split lie.
-    CUTLASS_DEVICE void load(Tile const& tile) {
-      Range range = range_of(params, tile);
-      if constexpr (kInt4) range.end = min(range.end, Int4::in_codes(params, tile.seqlen_k) / kStageKeys);  // others are not loaded here
-      if (range.end <= range.begin) return;
-      int const kv_head = Traits::kv_head_of(params, tile), box_rows = params.box_rows, boxes = kStageKeys / box_rows;
-      PageTable::Location of_lane[kLocations] = {};
-      if (boxes == 1) {
-#pragma unroll
-        for (int i = 0; i < kLocations; ++i) {
-          of_lane[i] = Producer::find_box(params, tile, min(range.begin + lane + 32 * i, range.end - 1) * kStageKeys);
-        }
-      }
-#pragma unroll 1
-      for (Place at = range.first(); !range.is_over(at); range.advance(at)) {
-        PageTable::Location location;
-        if (boxes == 1) {
-          int const from = at.part - range.begin;
-          location = {__shfl_sync(0xffffffffu, of_lane[0].page, from), __shfl_sync(0xffffffffu, of_lane[0].row, from)};
-#pragma unroll
-          for (int i = 1; i < kLocations; ++i) {
-            PageTable::Location const other{__shfl_sync(0xffffffffu, of_lane[i].page, from),
-                                            __shfl_sync(0xffffffffu, of_lane[i].row, from)};
-            if (from >= 32 * i) location = other;
-          }
+    CUTLASS_DEVICE Loads(Params const& params, SharedStorage& storage, int producer, int lane)
+        : params(params), storage(storage), producer(producer), lane(lane), base(address_of_storage(storage)) {
+      if constexpr (kTokenScales > 0) {
+        static_assert(kLocations == 1);
+        int offsets[2];
+        if constexpr (kInt4) {  // a unit: of keys [scale, minimum][channel], of values [plane][token]
+          offsets[0] = lane / 16 * params.keys.head_dim + lane % 16 * 8;
+          offsets[1] = lane / 4 * params.page_size + lane % 4 * 8;
+          bytes[0] = lane % 16 * 8 < params.keys.head_dim ? 16 : 0;
+          bytes[1] = lane / 4 < 2 * params.groups_v ? 16 : 0;
         } else {
-          location = Producer::find_box(params, tile, at.part * kStageKeys + min(lane, boxes - 1) * box_rows);
+          int const token = lane * 4 % kStageKeys;
+          of_box = token >> box_shift;
+          offsets[0] = offsets[1] = token - (of_box << box_shift);
+          bytes[0] = bytes[1] = 16;
         }
-        EmptyBarrier::wait(&storage.empty[warp][ring.index], ring.phase);
-        load_stage(tile, at.values != 0, at.part * kStageKeys, kv_head, boxes, location);
-        ring.advance();
+        constexpr int kBytes = sizeof(typename Traits::Scale);
+        from[0] = static_cast<char const*>(params.keys.scale) + offsets[0] * kBytes;
+        from[1] = static_cast<char const*>(params.values.scale) + offsets[1] * kBytes;
       }
     }
 
-    /// location: of the lane's box.
-    CUTLASS_DEVICE void load_stage(Tile const& tile, bool values, int key, int kv_head, int boxes, PageTable::Location const& location) {
-      int const stage = ring.index, box_rows = params.box_rows;
-      uint64_t* const full = &storage.full[warp][stage];
-      typename Producer::ScaleCopy scales;
-      uint32_t bytes = kStageBytes;
-      if constexpr (kTokenScales > 0) {
-        scales = Producer::template copy_of_scales<kStageKeys>(params, tile, !values, kv_head, key, location, true, lane,
-                                                               storage.scales[warp][stage]);
-        bytes += scales.bytes_of_warp();
-      }
-      if (lane == 0) FullBarrier::arrive_and_expect_tx(full, bytes);
-      __syncwarp();
-      scales.begin(full);
-      if (lane >= boxes) return;
+    CUTLASS_DEVICE void run(int count) const {
+      Stream streams[kStreams];
 #pragma unroll
-      for (int column = 0; column < kColumns; ++column) {
-        cute::SM90_TMA_LOAD_4D::copy(values ? &params.v : &params.k, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                     storage.ring[warp][stage] + (column * kStageKeys + lane * box_rows) * kBoxBytes,
-                                     column * (kHeadDim / kColumns), kv_head, location.row, location.page);
+      for (int i = 0; i < kStreams; ++i) streams[i].next = (producer + i * kProducers) * int(gridDim.x) + int(blockIdx.x);
+      constexpr uint32_t kAll = (1u << kStreams) - 1;
+      uint32_t lacking = kAll, over = 0;  // streams whose item has been loaded, and those that have no more
+      while (true) {
+        if (lacking != 0) {
+          over |= find_items(streams, lacking, count);
+          lacking = 0;
+          if (over == kAll) return;
+        }
+        bool loaded = false;
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i) {
+          int const consumer = producer + i * kProducers;
+          Stream& s = streams[i];
+          // Those with room first: a consumer between two items must not keep the others waiting.
+          if ((over >> i & 1) != 0 || !is_complete(empty_at(base, consumer, s.ring.index), s.ring.phase)) continue;
+          load_stage(s, consumer);
+          if (!s.at.advance()) lacking |= 1u << i;
+          loaded = true;
+        }
+        if (loaded) continue;
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i) {  // none has room: waits for the first that has something left
+          if (loaded || (over >> i & 1) != 0) continue;
+          wait_for_phase(empty_at(base, producer + i * kProducers, streams[i].ring.index), streams[i].ring.phase);
+          loaded = true;
+        }
       }
+    }
+
+    /// Gives the lacking streams their next items that have stages; returns those for which there is none. A lane finds the item of a
+    /// stream, for all of them at once: their consumers often end together.
+    CUTLASS_DEVICE uint32_t find_items(Stream (&streams)[kStreams], uint32_t lacking, int count) const {
+      int next = streams[0].next;
+#pragma unroll
+      for (int i = 1; i < kStreams; ++i) next = i == lane ? streams[i].next : next;
+      bool const searches = lane < kStreams && (lacking >> lane & 1) != 0;
+      Tile tile{};
+      Range range{0, 0};
+      while (searches && next < count && range.end <= range.begin) {
+        tile = TileScheduler::at(storage.tiles, params, next);
+        next += int(gridDim.x) * kWarps;
+        range = range_of(params, tile);
+        if constexpr (kInt4) range.end = min(range.end, Int4::in_codes(params, tile.seqlen_k) / kStageKeys);  // others are not loaded here
+      }
+      bool const found = range.end > range.begin;
+      int const kv_head = Traits::kv_head_of(params, tile);
+      uint32_t const place = found ? Place::of(range, kv_head).word : 0;
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) {
+        if ((lacking >> i & 1) == 0) continue;
+        auto const of_lane = [i](auto x) { return __shfl_sync(0xffffffffu, x, i); };
+        Stream& s = streams[i];
+        s.next = of_lane(next);
+        s.at = Place{of_lane(place)};
+        Tile own{};  // what find_box() asks for
+        own.batch = of_lane(tile.batch), own.row_k = of_lane(tile.row_k), own.seqlen_k = of_lane(tile.seqlen_k);
+        own.first_key = of_lane(tile.first_key);
+        int const first = of_lane(range.begin) * boxes, last = of_lane(range.end) * boxes - 1;
+        if (last < first) continue;
+#pragma unroll
+        for (int j = 0; j < kLocations; ++j) {
+          s.of_lane[j] = Producer::find_box(params, own, min(first + lane + 32 * j, last) << box_shift);
+        }
+        if constexpr (kTokenScales > 0) describe_scales(s, s.at.kv_head());
+      }
+      return lacking & ~__ballot_sync(0xffffffffu, found);
+    }
+    /// Where the scales of the lane's box are.
+    CUTLASS_DEVICE void describe_scales(Stream& s, int kv_head) const {
+      auto const [page, row] = s.of_lane[0];
+      s.scales[0] = s.scales[1] = kNotThere;
+      if (!params.has(page) || row >= params.page_size) return;
+      constexpr int kPerVector = 16 / int(sizeof(typename Traits::Scale));
+      int of_key, of_value;
+      if constexpr (kInt4) {
+        int const shift = params.group_tokens == 64 ? 6 : 5, group = kv_head * (params.page_size >> shift) + (row >> shift);
+        of_key = 2 * group * params.keys.head_dim;
+        of_value = kv_head * 2 * params.groups_v * params.page_size + row;
+      } else {
+        of_key = of_value = kv_head * params.page_size + row;
+      }
+      s.scales[0] = uint32_t((page * params.keys.scale_page + of_key) / kPerVector);
+      s.scales[1] = uint32_t((page * params.values.scale_page + of_value) / kPerVector);
+    }
+
+    /// Where box `box` of the item is.
+    static CUTLASS_DEVICE PageTable::Location location_of(Stream const& s, int box) {
+      PageTable::Location found{__shfl_sync(0xffffffffu, s.of_lane[0].page, box), __shfl_sync(0xffffffffu, s.of_lane[0].row, box)};
+#pragma unroll
+      for (int i = 1; i < kLocations; ++i) {
+        PageTable::Location const other{__shfl_sync(0xffffffffu, s.of_lane[i].page, box), __shfl_sync(0xffffffffu, s.of_lane[i].row, box)};
+        if (box >= 32 * i) found = other;
+      }
+      return found;
+    }
+
+    /// Loads the stream's next stage, for which there is room.
+    CUTLASS_DEVICE void load_stage(Stream& s, int consumer) const {
+      int const stage = s.ring.index, box = s.at.stage() * boxes;
+      bool const values = s.at.values();
+      uint32_t const full = full_at(base, consumer, stage), to = stage_at(base, consumer, stage);
+      PageTable::Location location = location_of(s, box);
+      if constexpr (kTokenScales > 0) {  // pages that are not in the cache have zeros
+        uint32_t const at = __shfl_sync(0xffffffffu, values ? s.scales[1] : s.scales[0], box + of_box);
+        if (lane * 16 < kStageKeys * kScaleBytes) {
+          copy_async_16(scales_at(base, consumer, stage) + lane * 16, (values ? from[1] : from[0]) + uint64_t(at) * 16,
+                        at == kNotThere ? 0
+                        : values        ? bytes[1]
+                                        : bytes[0]);
+        }
+        arrive_behind_copies(full);
+      }
+      auto const load = [&](int i) {
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+          load_box(to + (column * kStageKeys + (i << box_shift)) * kBoxBytes, values ? &params.v : &params.k, full,
+                   uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), column * (kHeadDim / kColumns), s.at.kv_head(), location.row,
+                   location.page);
+        }
+      };
+      if (cute::elect_one_sync()) {
+        arrive_and_expect(full, kStageBytes);
+        load(0);
+      }
+#pragma unroll 1
+      for (int i = 1; i < boxes; ++i) {
+        location = location_of(s, box + i);
+        if (cute::elect_one_sync()) load(i);
+      }
+      s.ring.advance();
     }
   };
 
@@ -192,16 +361,17 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     Params const& params;
     SharedStorage& storage;
     int const warp, lane;
+    uint32_t const base;
     Ring ring{};
 
     /// Waits for the next stage and returns its number.
     CUTLASS_DEVICE int wait() const {
-      FullBarrier::wait(&storage.full[warp][ring.index], ring.phase);
+      wait_for_phase(full_at(base, warp, ring.index), ring.phase);
       return ring.index;
     }
     CUTLASS_DEVICE void release() {
       __syncwarp();
-      if (lane == 0) EmptyBarrier::arrive(&storage.empty[warp][ring.index]);
+      if (lane == 0) arrive_at(empty_at(base, warp, ring.index));
       ring.advance();
     }
 
@@ -252,7 +422,7 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
 
     /// int4: S^T of a stage's keys.
     CUTLASS_DEVICE void multiply_int4_keys(int stage, int kv_head, uint32_t const (&b)[kSteps][2], float (&scores)[kStageTiles][4]) const {
-      uint32_t const keys = shared_address(storage.ring[warp][stage]), unit = shared_address(storage.scales[warp][stage]);
+      uint32_t const keys = stage_at(base, warp, stage), unit = scales_at(base, warp, stage);
       typename Int4::Constants const constants(kv_head, lane);
       Consumer::clear(scores);
 #pragma unroll
@@ -273,23 +443,27 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
         }
       }
     }
-    /// Of keys from `key` on, which are in the residual.
-    CUTLASS_DEVICE void multiply_residual_keys(typename Int4::Residual const& from, int key, uint32_t const (&b)[kSteps][2],
+    /// Of keys from `key` on, which are in the residual. b is as before behind it: it turns, so that the loop is not unrolled; the loads of
+    /// all steps at once would take registers that the loops over codes then lack.
+    CUTLASS_DEVICE void multiply_residual_keys(typename Int4::Residual const& from, int key, uint32_t (&b)[kSteps][2],
                                                float (&scores)[kStageTiles][4]) const {
       Consumer::clear(scores);
+#pragma unroll 1
+      for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
-      for (int t = 0; t < kStageTiles; ++t) {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
+        for (int t = 0; t < kStageTiles; ++t) {
           uint32_t a[4];
           from.load_keys(key + 16 * t, s, lane, a);
-          multiply_16x8x16<kMmaType>(scores[t], a, b[s][0], b[s][1]);
+          multiply_16x8x16<kMmaType>(scores[t], a, b[0][0], b[0][1]);
         }
+        uint32_t const first[2] = {b[0][0], b[0][1]};
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; ++i) b[i / 2][i % 2] = i / 2 + 1 < kSteps ? b[(i / 2 + 1) % kSteps][i % 2] : first[i % 2];
       }
     }
     /// S^T of a stage's keys.
     CUTLASS_DEVICE void multiply_keys(int stage, uint32_t kept, uint32_t const (&b)[kSteps][2], float (&scores)[kStageTiles][4]) const {
-      uint32_t const keys = shared_address(storage.ring[warp][stage]);
+      uint32_t const keys = stage_at(base, warp, stage);
       TokenScale scales[kStageTiles][2];
       Consumer::clear(scores);
 #pragma unroll
@@ -323,7 +497,7 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     }
     /// int4: O^T += V^T.P^T of a stage's keys.
     CUTLASS_DEVICE void multiply_int4_values(int stage, int kv_head, uint2 const* p, float (&output)[kSteps][4]) const {
-      uint32_t const values = shared_address(storage.ring[warp][stage]), unit = shared_address(storage.scales[warp][stage]);
+      uint32_t const values = stage_at(base, warp, stage), unit = scales_at(base, warp, stage);
       typename Int4::Constants const constants(kv_head, lane);
 #pragma unroll
       for (int t = 0; t < kStageTiles; ++t) {
@@ -367,7 +541,7 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
 
     /// O^T += V^T.P^T of a stage's keys.
     CUTLASS_DEVICE void multiply_values(int stage, uint2 const* p, float (&output)[kSteps][4]) const {
-      uint32_t const values = shared_address(storage.ring[warp][stage]);
+      uint32_t const values = stage_at(base, warp, stage);
 #pragma unroll
       for (int t = 0; t < kStageTiles; ++t) {
         int const key = 16 * t + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
@@ -408,7 +582,7 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
         }
       } else {
         constexpr int kVectors = kRowBytes / 16;
-        uint32_t const values = shared_address(storage.ring[warp][stage]);
+        uint32_t const values = stage_at(base, warp, stage);
 #pragma unroll 1
         for (int i = lane; i < kStageKeys * kVectors; i += 32) {
           int const key = i / kVectors;
@@ -442,7 +616,6 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
       uint32_t b[kSteps][2];
       float const of_query = load_queries(tile, b);
       float const query_scale[2] = {__shfl_sync(0xffffffffu, of_query, lane % 4 * 8), __shfl_sync(0xffffffffu, of_query, lane % 4 * 8 + 4)};
-      auto const rows = Consumer::rows_of(params, query_scale, tile, lane);
       auto const seen = Consumer::seen_keys(params, tile);
       Range const range = range_of(params, tile);
       uint32_t kept = 0xffffffffu;
@@ -479,7 +652,10 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
           }
           push(scores, of_stage);
         }
-        Consumer::cap_and_mask(params, rows, block * kTileN, lane, scores);
+        int own = lane;
+        if constexpr (kInt4) make_opaque(own);  // what is computed from it is computed anew for each block: kept, it would be spilled
+        auto const rows = Consumer::rows_of(params, query_scale, tile, own);
+        Consumer::cap_and_mask(params, rows, block * kTileN, own, scores);
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
