@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/decode/softmax.cuh"
+#include "attention/shared/prefetch_rows.cuh"
 #include "common/mma_sm80.cuh"
 
 namespace minfer::attention {
@@ -59,6 +60,17 @@ struct DecodeResidual : Traits {
       }
     }
     __syncwarp();
+  }
+
+  /// Prefetches what a work item will load; called by a whole warp.
+  static CUTLASS_DEVICE void prefetch(Params const& params, DecodeWorkItem const& work, int keys_in_codes, int lane) {
+    auto const rows = [&](void const* base, int head_dim) {
+      int64_t const stride = int64_t(params.heads_kv) * head_dim * 2;
+      prefetch_rows(static_cast<char const*>(base) + work.batch * params.group_tokens * stride + int64_t(work.kv_head) * head_dim * 2,
+                    stride, head_dim * 2, work.seqlen_k - keys_in_codes, lane);
+    };
+    rows(params.k_residual, params.head_dim);
+    rows(params.v_residual, params.head_dim_v);
   }
 
   /// Adds 16 tokens from token `first` of the residual on to the warp's partial. keys_in_codes: keys of the sequence before the residual.

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "attention/prefill/convert.cuh"
+#include "attention/shared/prefetch_rows.cuh"
 #include "common/mma_sm80.cuh"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
@@ -164,6 +165,18 @@ struct FewRowsInt4 {
       }
     }
   };
+
+  /// Prefetches the residual's keys and values of a KV head; called by a whole warp, before others read them.
+  static CUTLASS_DEVICE void prefetch_residual(PrefillCodesParams const& params, int batch, int kv_head, int seqlen_k, int lane) {
+    int const tokens = seqlen_k - in_codes(params, seqlen_k);
+    if (tokens == 0) return;
+    for (auto const* side : {&params.keys, &params.values}) {
+      int const row_bytes = side->head_dim * 2;
+      int64_t const stride = int64_t(params.heads_kv) * row_bytes;
+      prefetch_rows(static_cast<char const*>(side->residual) + batch * params.group_tokens * stride + int64_t(kv_head) * row_bytes, stride,
+                    row_bytes, tokens, lane);
+    }
+  }
 
   // ---- scales into shared memory --------------------------------------------------------------------------------------------------
 

@@ -161,6 +161,11 @@ struct FewRowsProducer : PrefillProducer<Traits> {
         ring.advance();
       };
       if (number == 0) load_queries(params, storage, tile, blocks.begin < blocks.end, iteration, lane);
+      if constexpr (kInt4) {
+        using Int4 = FewRowsInt4<kType>;
+        bool const sees_last = blocks.end * kTileN > Int4::in_codes(params, tile.seqlen_k);
+        if (number == kProducerWarps - 1 && sees_last) Int4::prefetch_residual(params, tile.batch, kv_head, tile.seqlen_k, lane);
+      }
       for_splits(blocks, [&](int split, KeyBlocks<kTileN> const& own) {
         boxes.find(params, tile, split, lane);
         for (int block = own.end - 1; block >= own.begin; --block) load(true, block);

@@ -259,11 +259,16 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
       bool const searches = lane < kStreams && (lacking >> lane & 1) != 0;
       Tile tile{};
       Range range{0, 0};
+      bool sees_last = false;
       while (searches && next < count && range.end <= range.begin) {
         tile = TileScheduler::at(storage.tiles, params, next);
         next += int(gridDim.x) * kWarps;
         range = range_of(params, tile);
-        if constexpr (kInt4) range.end = min(range.end, Int4::in_codes(params, tile.seqlen_k) / kStageKeys);  // others are not loaded here
+        if constexpr (kInt4) {  // the residual's stages are not loaded here
+          int const in_codes = Int4::in_codes(params, tile.seqlen_k) / kStageKeys;
+          sees_last = range.end > in_codes;
+          range.end = min(range.end, in_codes);
+        }
       }
       bool const found = range.end > range.begin;
       int const kv_head = Traits::kv_head_of(params, tile);
@@ -286,6 +291,9 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
           s.of_lane[j] = Producer::find_box(params, own, min(first + lane + 32 * j, last) << box_shift);
         }
         if constexpr (kTokenScales > 0) describe_scales(s, s.at.kv_head());
+        if constexpr (kInt4) {
+          if (of_lane(int(sees_last))) Int4::prefetch_residual(params, own.batch, s.at.kv_head(), own.seqlen_k, lane);
+        }
       }
       return lacking & ~__ballot_sync(0xffffffffu, found);
     }
@@ -447,18 +455,29 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     /// all steps at once would take registers that the loops over codes then lack.
     CUTLASS_DEVICE void multiply_residual_keys(typename Int4::Residual const& from, int key, uint32_t (&b)[kSteps][2],
                                                float (&scores)[kStageTiles][4]) const {
+      constexpr int kAtOnce = 4;
       Consumer::clear(scores);
 #pragma unroll 1
-      for (int s = 0; s < kSteps; ++s) {
+      for (int s = 0; s < kSteps; s += kAtOnce) {
+        uint32_t a[kAtOnce][kStageTiles][4];
 #pragma unroll
-        for (int t = 0; t < kStageTiles; ++t) {
-          uint32_t a[4];
-          from.load_keys(key + 16 * t, s, lane, a);
-          multiply_16x8x16<kMmaType>(scores[t], a, b[0][0], b[0][1]);
+        for (int i = 0; i < kAtOnce * kStageTiles; ++i) {
+          from.load_keys(key + 16 * (i % kStageTiles), s + i / kStageTiles, lane, a[i / kStageTiles][i % kStageTiles]);
         }
-        uint32_t const first[2] = {b[0][0], b[0][1]};
 #pragma unroll
-        for (int i = 0; i < 2 * kSteps; ++i) b[i / 2][i % 2] = i / 2 + 1 < kSteps ? b[(i / 2 + 1) % kSteps][i % 2] : first[i % 2];
+        for (int i = 0; i < kAtOnce * kStageTiles; ++i) {
+          int const step = i / kStageTiles;
+          multiply_16x8x16<kMmaType>(scores[i % kStageTiles], a[step][i % kStageTiles], b[step][0], b[step][1]);
+        }
+        uint32_t first[kAtOnce][2];
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            if (i < kAtOnce) first[i][j] = b[i][j];
+            b[i][j] = i + kAtOnce < kSteps ? b[(i + kAtOnce) % kSteps][j] : first[i + kAtOnce - kSteps][j];
+          }
+        }
       }
     }
     /// S^T of a stage's keys.
