@@ -395,13 +395,13 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
         if (!scheduler.validate()) continue;
         if (loads) boxes.find_all(params, lane);
       }
+      if (loads_queries) load_queries(params, storage, work, iteration++, loaded, lane);
+      if (work.batch < 0) break;
       if constexpr (kInt4) {
-        if (loads_queries && work.batch >= 0 && work.block_end > TileScheduler::codes_end(params, work.seqlen_k)) {
+        if (loads_queries && work.block_end > TileScheduler::codes_end(params, work.seqlen_k)) {
           DecodeResidual<Traits>::prefetch(params, work, TileScheduler::keys_in_codes(params, work.seqlen_k), lane);
         }
       }
-      if (loads_queries) load_queries(params, storage, work, iteration++, loaded, lane);
-      if (work.batch < 0) break;
       loaded += uint32_t(end - block);
 #pragma unroll 1
       while (loads && block < end) {
