@@ -150,6 +150,18 @@ bool check(Launch const& launch) {
     }
     int64_t const tiles = Items::tiles_of(p, s.queries) * p.head_tiles;
     CHECK_EQUAL(int64_t(of_items.size()), divided ? tiles * splits.count : tiles);
+    using Part = typename Items::Part;  // the same items, the last splits apart
+    std::set<std::tuple<int, int, int>> in_parts;
+    for (auto const& [part, number_of_part] : {std::pair(Part::kWhole, Items::count_of_whole(p, s.queries, s.keys)),
+                                               std::pair(Part::kLast, Items::count_of_last(p, s.queries))}) {
+      for (int number = 0; number < number_of_part; ++number) {
+        auto const item = Items::at(p, s.queries, s.keys, number, part);
+        CHECK(of_items.contains({item.head_tile, item.first, item.split}));
+        CHECK_EQUAL(!divided || item.split == splits.first + splits.count - 1, part == Part::kLast);
+        CHECK(in_parts.insert({item.head_tile, item.first, item.split}).second);
+      }
+    }
+    CHECK_EQUAL(in_parts.size(), of_items.size());
     if (!divided) continue;
     for (int query = 0; query < s.queries; ++query) {  // every key that a query sees is in an item, whose slot the merge finds
       Mask const mask(s.queries, s.keys, p.window_left, p.window_right);

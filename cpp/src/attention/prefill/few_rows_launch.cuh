@@ -69,7 +69,7 @@ Status launch_few_rows_sm90(AttentionLaunchArguments const& arguments) {
   using Kernel = FewRowsSm90<Config>;
   using Traits = typename Kernel::Traits;
   static_assert(Config::kCtasPerSm == 2, "folds_in_launch() and the kernel disagree");
-  constexpr int64_t kWarpItems = Traits::kCodes ? 6 : 2;  // of an SM, from which on each warp takes items of its own
+  constexpr int64_t kWarpItems = Traits::kCodes ? 4 : 2;  // of an SM, from which on each warp takes items of its own
   AttentionProblem const& p = *arguments.problem;
   AttentionPlan const& plan = *arguments.plan;
   int64_t const sms = arguments.device->sm_count, packed = plan.packed_heads;

@@ -59,20 +59,38 @@ struct SplitItems {
     return int32_t(items < p.max_items ? items : p.max_items);
   }
 
+  /// Where all sequences have as many queries: the items of a sequence but those of its last splits, which are numbered behind those of all
+  /// sequences. Its last split is as long as it happens to be, and what is shortest should come last.
+  template <class Params>
+  static MINFER_HOST_DEVICE int32_t count_of_whole(Params const& p, int queries, int keys) {
+    Splits const splits = splits_of(p, queries, keys);
+    int64_t const items = is_divided(p, queries, splits) ? tiles_of(p, queries) * p.head_tiles * (splits.count - 1) : 0;
+    return int32_t(items < p.max_items ? items : p.max_items);
+  }
+  /// The number of the others.
+  template <class Params>
+  static MINFER_HOST_DEVICE int32_t count_of_last(Params const& p, int queries) {
+    int64_t const items = tiles_of(p, queries) * p.head_tiles;
+    return int32_t(items < p.max_items ? items : p.max_items);
+  }
+
   struct Item {
     int32_t head_tile, first;  // first: the tile's first query
     int32_t split;             // < 0: all splits
     int32_t split_blocks;      // of a split
   };
+  enum class Part { kAll, kWhole, kLast };
   /// Item `number` of a sequence: the last queries first; neighbouring heads, which read neighbouring keys, next to each other.
+  /// part: of which items it is number `number`.
   template <class Params>
-  static MINFER_HOST_DEVICE Item at(Params const& p, int queries, int keys, int32_t number) {
+  static MINFER_HOST_DEVICE Item at(Params const& p, int queries, int keys, int32_t number, Part part = Part::kAll) {
     Splits const splits = splits_of(p, queries, keys);
     int32_t from_end = number / p.head_tiles;
     Item item{number - from_end * p.head_tiles, 0, -1, splits.blocks};
     if (is_divided(p, queries, splits)) {
-      int32_t const tile = from_end / splits.count;
-      item.split = splits.first + from_end - tile * splits.count;
+      int32_t const begin = part == Part::kLast ? splits.count - 1 : 0, end = part == Part::kWhole ? splits.count - 1 : splits.count;
+      int32_t const tile = from_end / (end - begin);
+      item.split = splits.first + begin + from_end - tile * (end - begin);
       from_end = tile;
     }
     item.first = (int32_t(tiles_of(p, queries)) - 1 - from_end) * (kTileM / p.packed_heads);
