@@ -287,9 +287,11 @@ def operator_cells(args: argparse.Namespace, suite: str) -> list[tuple[str, Call
                 for tokens in rows:
                     found.append((f"{model} {form} {tokens}", lambda r, x=(model, form, tokens): moe_cell(args, r, *x)))
     else:
-        sizes = [(b, 1, keys) for b in (1, 8, 64) for keys in (512, 2048, 8192)] if suite == "decode_attention" else []
-        sizes += [(b, 1, 1050) for b in (16, 64, 256)] if sizes else []  # no whole splits, nor whole groups of int4's tokens
-        sizes = sizes or [(1, n, n) for n in (512, 2048, 8192)] + [(4, 512, 4096)]
+        if suite == "decode_attention":
+            sizes = [(b, 1, keys) for b in (1, 8, 64) for keys in (512, 2048, 8192)]
+            sizes += [(b, 1, 1050) for b in (16, 64, 256)]  # no whole splits, nor whole groups of int4's tokens
+        else:
+            sizes = [(1, n, n) for n in (512, 2048, 8192)] + [(4, 512, 4096)]
         for kv_format in CACHES if suite == "decode_attention" else ("16bit", "fp8_e4m3"):
             for size in sizes:
                 found.append((f"{kv_format} {size}", lambda r, x=(suite, kv_format, *size): attention_cell(args, r, *x)))

@@ -230,7 +230,7 @@ def test_pages(kv_format):
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_pages_of_many_items(kv_format, dtype):
     """So many sequences that each warp has a split of its own: pages of one box, of several, and of boxes that its lanes cannot hold, and
-    scales that no copy of 16 bytes reaches."""
+    scales at addresses that no copy of 16 bytes reaches, which the operator copies."""
     draw = random.Random(11)
     for page_size in (64, 128) if kv_format == "int4" else (8, 16, 32, 64):
         for head_dim, heads in ((128, (8, 4)), (64, (16, 8))):

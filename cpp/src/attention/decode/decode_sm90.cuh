@@ -26,6 +26,7 @@
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
 #include "common/named_barrier.cuh"
+#include "common/shared_barrier.cuh"
 #include "common/tensor_map.h"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
@@ -262,9 +263,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
                                           lane);
       arrive_with_copies(stage);
     }
-    CUTLASS_DEVICE void arrive_with_copies(uint32_t stage) const {
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
-    }
+    CUTLASS_DEVICE void arrive_with_copies(uint32_t stage) const { arrive_behind_copies(shared_address(&storage.full[stage])); }
     /// Before the loads of a key block's codes.
     CUTLASS_DEVICE void begin_block(uint32_t stage) {
       if (issued++ == 0) sync_first_loads();

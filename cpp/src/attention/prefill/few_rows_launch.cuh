@@ -45,13 +45,11 @@ Status describe_few_rows(AttentionLaunchArguments arguments, int64_t tokens, Par
   return status;
 }
 
-/// *fits: whether the kernel can take the problem; if not, nothing is launched.
 template <class Config>
-Status launch_few_rows_warps(AttentionLaunchArguments const& arguments, int64_t items, bool* fits) {
+Status launch_few_rows_warps(AttentionLaunchArguments const& arguments, int64_t items) {
   using Kernel = FewRowsWarpsSm90<Config>;
   typename Kernel::Params params{};
   if (Status status = describe_few_rows<Config>(arguments, Kernel::kStageKeys, &params); !status.ok()) return status;
-  if (*fits = Kernel::fits(params); !*fits) return Status();
   AttentionOperands const& o = *arguments.operands;
   params.queries = o.q;
   params.q_batch = o.q_strides[0], params.q_row = o.q_strides[1], params.q_head = o.q_strides[2];
@@ -86,9 +84,8 @@ Status launch_few_rows_sm90(AttentionLaunchArguments const& arguments) {
     return status;
   };
   bool const one_split = plan.split_rows > 0 || p.seqlen_k <= split_keys_of(Config::kTileN);
-  if (one_split && items > kWarpItems * sms) {
-    bool fits = false;
-    if (Status status = launch_few_rows_warps<Config>(arguments, items, &fits); fits || !status.ok()) return status;
+  if (one_split && items > kWarpItems * sms && FewRowsWarpsSm90<Config>::fits(p, plan)) {
+    return launch_few_rows_warps<Config>(arguments, items);
   }
   using Few = FewItems<Config>;
   if (ctas <= sms) return launch_as(static_cast<FewRowsSm90<Few>*>(nullptr), &few_rows_sm90_kernel<Few>);

@@ -75,15 +75,14 @@ struct FewRowsProducer : PrefillProducer<Traits> {
                    : "memory");
     }
   };
-  /// The lane's part of the scales of kTokens tokens from `key` on, which belong to `to`. What cannot be copied in bulk, or is not in the
+  /// The lane's part of the scales of a block's tokens from `key` on, which belong to `to`. What cannot be copied in bulk, or is not in the
   /// cache, is stored at once. location: of scales_of_box(lane); held: whether each box has a lane.
-  template <int kTokens>
   static CUTLASS_DEVICE ScaleCopy copy_of_scales(Params const& params, Tile const& tile, bool keys, int kv_head, int key,
                                                  PageTable::Location const& location, bool held, int lane, typename Traits::Scale* to) {
     ScaleCopy copy;
     if constexpr (kInt4) {
       using Int4 = FewRowsInt4<kType>;
-      if (lane / Int4::kPlanes < kTokens / Int4::kUnit) {
+      if (lane / Int4::kPlanes < kTileN / Int4::kUnit) {
         uint32_t const unit = shared_address(to) + lane / Int4::kPlanes * Int4::kUnitBytes;
         typename Int4::PlaneCopy const of_plane(params, keys, kv_head, location, unit, lane % Int4::kPlanes);
         copy = {of_plane.from, of_plane.to, of_plane.bytes};
@@ -94,14 +93,14 @@ struct FewRowsProducer : PrefillProducer<Traits> {
       auto const* const from = static_cast<float const*>(side.scale) + int64_t(kv_head) * params.page_size;
       int const box_rows = params.box_rows;
       if (held && box_rows % 4 == 0 && reinterpret_cast<uint64_t>(side.scale) % 16 == 0) {
-        bool const mine = lane < kTokens / box_rows, has = mine && params.has(location.page) && location.row < params.page_size;
+        bool const mine = lane < kTileN / box_rows, has = mine && params.has(location.page) && location.row < params.page_size;
         copy = {has ? from + location.page * side.scale_page + location.row : nullptr, shared_address(to + lane * box_rows),
                 uint32_t(4 * box_rows)};
         if (mine && !has) {
           for (int i = 0; i < box_rows; ++i) to[lane * box_rows + i] = 0.0f;
         }
       } else {
-        for (int i = lane; i < kTokens; i += 32) {
+        for (int i = lane; i < kTileN; i += 32) {
           PageTable::Location const token = find_token(params, tile, key + i);
           to[i] = params.has(token.page) ? load_operand(from + token.page * side.scale_page + token.row) : 0.0f;
         }
@@ -122,7 +121,7 @@ struct FewRowsProducer : PrefillProducer<Traits> {
     uint32_t scale_bytes = 0;
     if constexpr (Traits::kTokenScales > 0) {
       PageTable::Location const location = boxes.at(params, tile, block, scales_of_box(lane));
-      scales = copy_of_scales<kTileN>(params, tile, keys, kv_head, block * kTileN, location, boxes.held, lane, storage.scales[stage]);
+      scales = copy_of_scales(params, tile, keys, kv_head, block * kTileN, location, boxes.held, lane, storage.scales[stage]);
       scale_bytes = scales.bytes_of_warp();
     }
     if (lane == 0) FullBarrier::arrive_and_expect_tx(full, uint32_t(kTileN * kRowBytes) + scale_bytes);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "attention/prefill/few_rows_consumer.cuh"
 #include "attention/prefill/few_rows_producer.cuh"
@@ -65,16 +66,10 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= 227 * 1024);
 
-  /// Whether lanes can hold where all boxes of a split lie, and bring the scales, and a Place has room for the KV head.
-  static bool fits(BaseParams const& params) {
-    if (params.heads_kv > Place::kMaxHeads) return false;
-    if (kSplitStages * kStageKeys > 32 * kLocations * params.box_rows) return false;
-    if constexpr (kTokenScales > 0) {
-      for (auto const* side : {&params.keys, &params.values}) {
-        if (reinterpret_cast<uintptr_t>(side->scale) % 16 != 0) return false;
-      }
-    }
-    return true;
+  /// Whether lanes can hold where all boxes of a split lie, and a Place has room for the KV head.
+  static bool fits(AttentionProblem const& problem, AttentionPlan const& plan) {
+    int64_t const box_rows = std::gcd(plan.box_rows, int64_t(kStageKeys));
+    return kSplitStages * kStageKeys <= 32 * kLocations * box_rows && problem.heads_kv <= Place::kMaxHeads;
   }
 
   static CUTLASS_DEVICE void run(Params const& params, char* smem) {

@@ -3,7 +3,7 @@
 // sequences have a tile of queries to an item, as in other kernels, and the CTA folds its splits itself. Which of the two a sequence is
 // does not change its bits: so it may depend on what is fastest.
 // Kernels for few rows take a sequence's last split, which is shorter than the others, behind all whole splits of all sequences: by turns,
-// CTAs would have as many items but not as many keys. With 8 KV heads and three splits, one of 264 CTAs had short splits alone.
+// CTAs would have as many items but not as many keys. With 8 KV heads and three splits, a third of 264 CTAs had short splits alone.
 #pragma once
 
 #include <cstdint>
