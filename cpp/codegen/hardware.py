@@ -6,7 +6,8 @@ SM90_SMEM_LIMIT = 232448  # 227 KiB: what one block can opt in to on compute cap
 SM90_SMEM_LIMITS = {
     1: SM90_SMEM_LIMIT,
     2: 115712,
-}  # by CTAs to an SM; 113 KiB: two CTAs and the 1 KiB that the system takes for each share 228
+    3: 76800,
+}  # by CTAs to an SM; 113 and 75 KiB: the CTAs and the 1 KiB that the system takes for each share 228
 SM80_SMEM_LIMIT = 101376  # 99 KiB: the smallest opt-in limit from sm_80 on (8.6, 8.9 and 12.0 have it)
 SM_REGISTERS = 65536
 SM90_BARRIER_BYTES = 512

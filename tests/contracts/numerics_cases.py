@@ -173,7 +173,7 @@ def path_of(kernel: str | None) -> str:
     """Section 4.1: where a kernel of minfer.kernels applies scales, by its name; None and "dequantize": the weight in 16 bits."""
     if kernel is None or kernel == "dequantize":
         return "dequantize"
-    variant = kernel.split("@")[0].removesuffix("_ranges").rsplit("_", 1)[1]
+    variant = kernel.split("@")[0].removesuffix("_ranges").removesuffix("_sync").rsplit("_", 1)[1]
     return {"acc": "accumulators", "fineacc": "accumulators", "frag": "fragments", "fine": "fragments", "multistage": "fragments"}[variant]
 
 

@@ -284,12 +284,15 @@ def dims_of(kernel: str) -> tuple[int, int]:
 
 def formats_of(kernel: str) -> tuple[str, ...]:
     """kv_format of what a kernel reads."""
-    b_format = ATTENTION[kernel]["b_format"]
-    return {"dense": ("16bit",), "codes": ("fp8_e4m3", "int8", "int4")}.get(b_format, (b_format,))
+    b_format, element = ATTENTION[kernel]["b_format"], ATTENTION[kernel]["ab_type"]
+    codes = ("fp8_e4m3", "int8", "int4") if element == "f16" else ("fp8_e4m3", "int4")  # float16 cannot hold bfloat16's scales of int8
+    return {"dense": ("16bit",), "codes": codes}.get(b_format, (b_format,))
 
 
 PREFILL = [name for name, row in ATTENTION.items() if row["b_format"] == "dense" and not name.endswith("_decode")]
-CACHED = [(name, kv_format) for name in ATTENTION if name.endswith("_decode") or "_codes_" in name for kv_format in formats_of(name)]
+_CONVERTING = [name for name, row in ATTENTION.items() if row["b_format"] in ("codes", "int8") and row["tile_m"] >= 64]
+_DECODING = [name for name in ATTENTION if name.endswith("_decode")]
+CACHED = [(name, kv_format) for name in dict.fromkeys(_DECODING + _CONVERTING) for kv_format in formats_of(name)]
 
 
 @pytest.mark.parametrize("softcap", (0.0, 3.0))

@@ -46,7 +46,7 @@ class QuantizedGemmKernel(Kernel):
     ARGUMENTS = "gemm::GemmLaunchArguments"
     PREFIX: ClassVar[str] = ""  # of names
     FIELDS: ClassVar[dict[str, set[str]]] = {
-        "sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling", "slices", "invariant_only", "in_place_ranges"},
+        "sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling", "slices", "invariant_only", "in_place_ranges", "in_order"},
         "sm80": COMMON_FIELDS,
     }
 
@@ -54,6 +54,7 @@ class QuantizedGemmKernel(Kernel):
     warpgroups: int
     scaling: str = ""  # sm90: where scales are applied, a key of SCALINGS
     slices: int = 1  # sm90: warpgroups that share out each stage's k
+    in_order: bool = False  # sm90: by mma.sync, with the sums of WGMMA
 
     @property
     def name(self) -> str:
@@ -61,7 +62,7 @@ class QuantizedGemmKernel(Kernel):
         if self.arch == 90:
             sliced = f"k{self.slices}" if self.slices > 1 else ""
             variant = f"w{self.warpgroups}{sliced}x{self.ctas_per_sm}_{SCALINGS[self.scaling][1]}"
-            variant += "_ranges" if self.in_place_ranges else ""
+            variant += "_ranges" if self.in_place_ranges else "_sync" if self.in_order else ""
         else:
             variant = f"w{self.warpgroups}_{self.schedule}"
         shape = f"{shape_name(self.tile)}_{shape_name(self.cluster)}"
@@ -69,10 +70,12 @@ class QuantizedGemmKernel(Kernel):
 
     @property
     def sums(self) -> str:
-        """Where fragments are scaled before WGMMA multiplies them, the sums are those of dense GEMM. Scales of accumulators, mma.sync and
-        slices of k each have an order of their own."""
+        """Where fragments are scaled before WGMMA multiplies them, or mma.sync in its order, the sums are those of dense GEMM. Scales of
+        accumulators, mma.sync that alternates between two sums and slices of k each have an order of their own."""
         if self.arch == 80:
             return "mma16"
+        if self.in_order:
+            return "wgmma16"
         order = project_formats().order(self.b_format)
         sync = _is_sync(self.tile[1], self.scaling.startswith("fine"), order)
         scaled = f"_{SCALINGS[self.scaling][1]}" if sync or "accumulators" in self.scaling else ""
@@ -105,7 +108,10 @@ class QuantizedGemmKernel(Kernel):
         ranges = row.flag("in_place_ranges")
         row.require(not ranges or row.get("scaling") in ("fragments", "fine"), "in_place_ranges", "takes fragments or fine scaling")
         row.require(not ranges or only, "in_place_ranges", "is for batch-invariant plans alone")
-        shared = dict(note=note, invariant_only=only, in_place_ranges=ranges)
+        in_order = row.flag("in_order")
+        fits = row.get("scaling") in ("fragments", "fine") and row.get("slices", 1) == 1 and row.get("tile", [0, 0])[1] in (8, 16)
+        row.require(not in_order or fits, "in_order", "takes 8 or 16 tokens, fragments or fine scaling, no slices")
+        shared = dict(note=note, invariant_only=only, in_place_ranges=ranges, in_order=in_order)
         return [cls(element=element, b_format=name, **shared, **fields_of(name)) for element in elements for name in formats]
 
     def constants(self) -> list[str]:
@@ -125,6 +131,7 @@ class QuantizedGemmKernel(Kernel):
             lines.append("static constexpr int kEpilogueChunks = 1;")
             lines.append(f"static constexpr int kSlices = {self.slices};")
             lines.append(f"static constexpr bool kInPlaceRanges = {cpp_bool(self.in_place_ranges)};")
+            lines.append(f"static constexpr bool kInOrder = {cpp_bool(self.in_order)};")
             lines.append(f"static constexpr w4a16::Scaling kScaling = w4a16::{SCALINGS[self.scaling][0]};")
         return lines
 
@@ -135,7 +142,7 @@ def _expand_sm90(row: Row, fixed_bytes: Callable[[str, tuple[int, ...], int], in
     cluster = row.integers("cluster", 3) if "cluster" in row.fields else (1, 1, 1)
     warpgroups, ctas_per_sm, slices = (
         row.one_of("warpgroups", (1, 2, 4)),
-        row.one_of("ctas_per_sm", (1, 2)),
+        row.one_of("ctas_per_sm", (1, 2, 3)),
         row.one_of("slices", (1, 2, 4), 1),
     )
     scaling = row.get("scaling")
@@ -181,7 +188,7 @@ def _expand_sm90(row: Row, fixed_bytes: Callable[[str, tuple[int, ...], int], in
 
 
 def _is_sync(tokens: int, fine: bool, order: str) -> bool:
-    """Whether an sm90 kernel has mma.sync in place of WGMMA (kSync of stage_sm90.cuh)."""
+    """Whether an sm90 kernel that is not in_order has mma.sync in place of WGMMA (kSync of stage_sm90.cuh)."""
     return tokens == 8 or (tokens == 16 and fine and order != "book")
 
 

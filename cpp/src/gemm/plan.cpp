@@ -525,7 +525,8 @@ int32_t invariant_splits(GemmProblem const& problem) {
   bool const quantised = problem.b_format != WeightFormat::kDense, narrow = has_8_bits(problem);
   auto const worth = [&](int64_t splits) {
     if (k % (splits * kInvariantRange) != 0 || k < 3072) return false;
-    if (quantised) return splits * tiles <= (splits == 8 ? 128 : narrow ? 256 : 512) && k >= splits * (narrow ? 2048 : 1024);
+    if (quantised && narrow) return splits * tiles <= (splits == 8 ? 128 : 256) && k >= splits * 2048;
+    if (quantised) return splits * tiles <= (splits == 8 ? 128 : splits == 4 && k < 4 * 7168 ? 396 : 512) && k >= splits * 1024;
     double const per_tile = problem.ab_type == DataType::kE4M3 ? 0.15 : problem.ab_type == DataType::kS8 ? 0.5 : 1.2;
     return splits * tiles <= 128 && double(k) >= double(splits * splits) * (250.0 + per_tile * double(tiles) * double(tiles));
   };

@@ -42,7 +42,10 @@ constexpr double kPortableEpilogueBytes = 79e3;  // bytes/us of one SM
 constexpr double kPortableFlaggedUs = 0.91, kPortablePartialUs = 0.58, kPortablePartialBytes = 107e3;
 constexpr double kPortableMmaBesideWgmma = 80, kPortableRateBesideWgmma = 0.44, kPortableBesideWgmma = 1.3;
 
-double mma_cycles_of(KernelInfo const& kernel) {
+/// Of the weights' cycles, where (code - zero) * scale is one multiply-add.
+constexpr double kFoldedMma = 0.8;
+
+double mma_cycles_of(KernelInfo const& kernel, GemmProblem const& problem) {
   MmaCycles const& cycles = kernel.b_format == WeightFormat::kInt4      ? kMmaInt4
                             : kernel.b_format == WeightFormat::kInt8    ? kMmaInt8
                             : kernel.b_format == WeightFormat::kFp8E4M3 ? kMmaFp8
@@ -51,13 +54,17 @@ double mma_cycles_of(KernelInfo const& kernel) {
                                                                         : kMmaBook;
   bool const fine = kernel.group_multiple < 128;
   double const few = kMmaPerToken * kernel.tile_n, many = kMmaPerTokenOfMany * kernel.tile_n;
+  if (scales_fragments(kernel)) {
+    double const folded = folds(problem.ab_type, problem.b_format, problem.has_zeros) ? kFoldedMma : 1.0;
+    return (fine ? cycles.fine : cycles.fragments) * folded + (kernel.tile_n > (fine ? 16 : 32) ? many : few);
+  }
   switch (kernel.tile_n) {
     case 8: return (fine ? cycles.fine8 : cycles.tokens8) + few;
     case 16: return (fine ? cycles.fine16 : cycles.tokens16) + few;
     case 32:
-      if (!fine) return cycles.tokens32 + few;  // scales on the accumulators (w4a16.toml)
+      if (!fine) return cycles.tokens32 + few;
   }
-  return (fine ? cycles.fine : cycles.fragments) + many;
+  return cycles.fine + many;
 }
 
 /// Whether the device has WGMMA or its successor, which mma.sync does not keep up with.
@@ -144,10 +151,11 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const ctas = work.workers * kernel.cluster_m, room = gemm::ctas_per_sm(kernel, device);
   bool const in_cluster = cluster_partials(kernel.b_format, kernel.tile_n, kernel.ctas_per_sm, schedule, device) > 0;
   // CTAs of the busiest SM. Those of a cluster are put on as few SMs as have room for them.
-  double const together = std::min(room, in_cluster ? 2.0 : std::max(1.0, std::ceil(ctas / sms)));
+  double const together = std::min(room, std::max(in_cluster ? 2.0 : 1.0, std::ceil(ctas / sms)));
 
   double const warpgroups = kernel.threads / 128.0 - 1.0, mmas = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0);
-  double const cycles = mmas * mma_cycles_of(kernel) * factors.compute * together, latency = mmas / warpgroups * r.quantized_latency;
+  double const cycles = mmas * mma_cycles_of(kernel, problem) * factors.compute * together,
+               latency = mmas / warpgroups * r.quantized_latency;
   double const iteration_us =
       std::sqrt(std::sqrt(cycles * cycles * cycles * cycles + latency * latency * latency * latency)) / (r.quantized_cycles * rate);
   double const busy_us = work.iterations * iteration_us * (schedule.stream_tiles > 0 ? 1.0 + r.quantized_stream : 1.0) +

@@ -7,7 +7,10 @@
 // normal numbers are evenly spaced). One multiply-add by the largest power of two brings them into range and subtracts the zero
 // point, exactly. In int4 what is left is a power of two that depends on the row alone (bits 0-3 hold the rows below 8, bits 4-7 those
 // above) and goes into the scale. 9 instructions for 8 codes of int4: 4 LOP3, 1 shift, 4 HFMA2; the usual 1024 + code costs an OR-ed
-// constant per register and, in bf16, 2 shifts more.
+// constant per register and, in bf16, 2 shifts more. Where scales go on the fragments, that is followed by 4 multiplications.
+// Symmetric weights in bf16 need none (kFolds): their zero point is a power of two, so that -zero * scale is a bf16 number, and the one
+// multiply-add code * scale - zero * scale rounds the number that (code - zero) * scale rounds. The scale times 2^133 would be too large
+// for bf16: fragments are 2^-21 of the weights, which the sums make up for. Scales have to be below 2^16.
 //
 // A code book (nf4): a byte, two codes, is the index of a table of 256 pairs of values in shared memory, one copy for each bank, so that a
 // warp's 32 lookups never collide. Entries lie 256 bytes apart, half of it unused, so that one PRMT puts an address together: 8
@@ -65,7 +68,8 @@ template <DataType kType>
 struct Int4;
 template <>
 struct Int4<DataType::kF16> {
-  static constexpr uint32_t kRaise = 0x78007800u;                                                         // 2^15
+  static constexpr bool kFolds = false;            // what 2^-21 of most scales would round to has too few bits
+  static constexpr uint32_t kRaise = 0x78007800u;  // 2^15
   static __device__ constexpr uint32_t factor(int row) { return row == 0 ? 0x18001800u : 0x28002800u; }   // 2^-9, 2^-5
   static __device__ constexpr uint32_t inverse(int row) { return row == 0 ? 0x60006000u : 0x50005000u; }  // 2^9, 2^5
   static constexpr uint32_t kEight = 0x48004800u;  // the zero point of symmetric weights
@@ -74,24 +78,34 @@ struct Int4<DataType::kF16> {
 };
 template <>
 struct Int4<DataType::kBF16> {
-  static constexpr uint32_t kRaise = 0x7f007f00u;                                                         // 2^127
-  static __device__ constexpr uint32_t factor(int row) { return row == 0 ? 0x3c803c80u : 0x3e803e80u; }   // 2^-6, 2^-2
-  static __device__ constexpr uint32_t inverse(int row) { return row == 0 ? 0x42804280u : 0x40804080u; }  // 2^6, 2^2
+  static constexpr bool kFolds = true;
+  static constexpr float kFoldedRest = 0x1p21f;                                                                 // of folded fragments' sums
+  static __device__ constexpr uint32_t folded_factor(int row) { return row == 0 ? 0x77807780u : 0x75807580u; }  // 2^112, 2^108
+  static constexpr uint32_t kFoldedEight = 0xb680b680u, kFolded128 = 0xb880b880u;                               // -8 * 2^-21, -128 * 2^-21
+  static constexpr uint32_t kRaise = 0x7f007f00u;                                                               // 2^127
+  static __device__ constexpr uint32_t factor(int row) { return row == 0 ? 0x3c803c80u : 0x3e803e80u; }         // 2^-6, 2^-2
+  static __device__ constexpr uint32_t inverse(int row) { return row == 0 ? 0x42804280u : 0x40804080u; }        // 2^6, 2^2
   static constexpr uint32_t kEight = 0x41004100u;
   static __device__ constexpr float inverse_float(int row) { return row == 0 ? 64.0f : 4.0f; }
   static __device__ float to_float(uint16_t v) { return __uint_as_float(uint32_t(v) << 16); }
 };
 
-/// One word of eight codes -> the four registers of an m64k16 A fragment, (code - zero) * factor; register i is of row i % 2.
+/// One word of eight codes -> the four registers of an m64k16 A fragment; register i is of row i % 2.
+/// @param raise, minus_zero  of the two rows, twice in a register: what a register's subnormal bits are multiplied by, and what is added
+template <DataType kType>
+__device__ __forceinline__ void int4_codes(uint32_t word, uint32_t const (&raise)[2], uint32_t const (&minus_zero)[2], uint32_t (&a)[4]) {
+  using H = Half2<kType>;
+  uint32_t const upper = word >> 8;
+  a[0] = H::fma(word & 0x000f000fu, raise[0], minus_zero[0]);
+  a[1] = H::fma(word & 0x00f000f0u, raise[1], minus_zero[1]);
+  a[2] = H::fma(upper & 0x000f000fu, raise[0], minus_zero[0]);
+  a[3] = H::fma(upper & 0x00f000f0u, raise[1], minus_zero[1]);
+}
+/// The same, (code - zero) * factor.
 /// @param minus_zero  -zero * factor of the two rows, twice in a register
 template <DataType kType>
 __device__ __forceinline__ void int4_codes(uint32_t word, uint32_t const (&minus_zero)[2], uint32_t (&a)[4]) {
-  using H = Half2<kType>;
-  uint32_t const upper = word >> 8;
-  a[0] = H::fma(word & 0x000f000fu, Int4<kType>::kRaise, minus_zero[0]);
-  a[1] = H::fma(word & 0x00f000f0u, Int4<kType>::kRaise, minus_zero[1]);
-  a[2] = H::fma(upper & 0x000f000fu, Int4<kType>::kRaise, minus_zero[0]);
-  a[3] = H::fma(upper & 0x00f000f0u, Int4<kType>::kRaise, minus_zero[1]);
+  int4_codes<kType>(word, {Int4<kType>::kRaise, Int4<kType>::kRaise}, minus_zero, a);
 }
 
 /// The code book in shared memory, and the bank of the lane's own copy, in bytes.
@@ -101,7 +115,8 @@ struct Book {
 };
 
 /// How a thread dequantises its codes of a k block, kWords words, by format. A register of row r is (value - zero) * factor(r).
-/// kOnFragments: the scales are applied to the fragments, not to sums.
+/// kOnFragments: the scales are applied to the fragments, not to sums. kFolds: folded() makes fragments of symmetric weights, with their
+/// scales, but for kFoldedRest: raise holds scales times folded_factor(row), minus_zero scales times kFoldedZero.
 template <DataType kType, WeightFormat kFormat, bool kOnFragments>
 struct Codes;
 
@@ -112,25 +127,43 @@ struct Codes<kType, WeightFormat::kInt4, kOnFragments> : Int4<kType> {
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&minus_zero)[2], Book, uint32_t (&a)[4]) {
     int4_codes<kType>(words[0], minus_zero, a);
   }
+  static constexpr uint32_t kFoldedZero = kType == DataType::kBF16 ? Int4<DataType::kBF16>::kFoldedEight : 0;
+  static __device__ __forceinline__ void folded(uint32_t const (&words)[1], uint32_t const (&raise)[2], uint32_t const (&minus_zero)[2],
+                                                uint32_t (&a)[4]) {
+    int4_codes<kType>(words[0], raise, minus_zero, a);
+  }
 };
 
 template <DataType kType, bool kOnFragments>
 struct Codes<kType, WeightFormat::kInt8, kOnFragments> {
   static constexpr int kWords = 2;
+  static constexpr bool kFolds = Int4<kType>::kFolds;
   static constexpr uint32_t kSymmetricZero = kType == DataType::kF16 ? 0x58005800u : 0x43004300u;  // 128
   static __device__ constexpr uint32_t factor(int) { return Int4<kType>::factor(0); }
   static __device__ constexpr uint32_t inverse(int) { return Int4<kType>::inverse(0); }
   static __device__ constexpr float inverse_float(int) { return Int4<kType>::inverse_float(0); }
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[2], uint32_t const (&minus_zero)[2], Book, uint32_t (&a)[4]) {
+    multiply_add(words, {Int4<kType>::kRaise, Int4<kType>::kRaise}, minus_zero, a);
+  }
+  static constexpr float kFoldedRest = Int4<DataType::kBF16>::kFoldedRest;
+  static constexpr uint32_t kFoldedZero = Int4<DataType::kBF16>::kFolded128;
+  static __device__ constexpr uint32_t folded_factor(int) { return Int4<DataType::kBF16>::folded_factor(0); }
+  static __device__ __forceinline__ void folded(uint32_t const (&words)[2], uint32_t const (&raise)[2], uint32_t const (&minus_zero)[2],
+                                                uint32_t (&a)[4]) {
+    multiply_add(words, raise, minus_zero, a);
+  }
+
+ private:
+  static __device__ __forceinline__ void multiply_add(uint32_t const (&words)[2], uint32_t const (&raise)[2],
+                                                      uint32_t const (&minus_zero)[2], uint32_t (&a)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i] = Half2<kType>::fma(words[i / 2] >> (i % 2 * 8) & 0x00ff00ffu, Int4<kType>::kRaise, minus_zero[i % 2]);
-    }
+    for (int i = 0; i < 4; ++i) a[i] = Half2<kType>::fma(words[i / 2] >> (i % 2 * 8) & 0x00ff00ffu, raise[i % 2], minus_zero[i % 2]);
   }
 };
 
 /// Formats whose values need no power of two.
 struct UnitFactor {
+  static constexpr bool kFolds = false;
   static constexpr uint32_t kSymmetricZero = 0;
   static __device__ constexpr float inverse_float(int) { return 1.0f; }
 };
@@ -198,6 +231,7 @@ struct Codes<kType, kFormat, kOnFragments> : UnitFactor {
 template <DataType kType>
 struct E2M1Codes {
   static constexpr int kWords = 1;
+  static constexpr bool kFolds = false;
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&)[2], Book, uint32_t (&a)[4]) {
     uint32_t const word = words[0];
     // Products put a magnitude and its sign, which move by different distances, in their places, and none of their bits overlap.

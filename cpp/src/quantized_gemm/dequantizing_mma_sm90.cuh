@@ -16,25 +16,24 @@ namespace minfer::w4a16 {
 template <class S, class Storage, class Accumulator>
 CUTLASS_DEVICE void multiply(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count, int group_shift,
                              bool has_zeros, int consumer, int thread) {
-  if constexpr (S::kSync || S::kScaling == Scaling::kFineAccumulators) {  // compiled with and without zero points
-    auto const run = [&](auto zero_points) {
-      if constexpr (S::kSync) {
-        mainloop_sync<S, zero_points>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
-      } else {
-        mainloop_fine_accumulators<S, zero_points>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
-      }
-    };
-    if (S::kHasZeros && has_zeros) {
-      run(cute::bool_constant<S::kHasZeros>{});
+  auto const run = [&](auto zero_points) {
+    [[maybe_unused]] constexpr bool kZeroPoints = zero_points;
+    if constexpr (S::kSync) {
+      mainloop_sync<S, kZeroPoints>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+    } else if constexpr (S::kScaling == Scaling::kFineAccumulators) {
+      mainloop_fine_accumulators<S, kZeroPoints>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+    } else if constexpr (S::kScaling == Scaling::kAccumulators) {
+      mainloop_accumulators<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+    } else if constexpr (S::kMmaM == 1 && S::kSlices == 1 && S::kTileN * S::kConsumers <= 32) {  // with registers for two sets
+      mainloop_few_fragments<S, kZeroPoints>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
     } else {
-      run(cute::false_type{});
+      mainloop_fragments<S, kZeroPoints>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
     }
-  } else if constexpr (S::kScaling == Scaling::kAccumulators) {
-    mainloop_accumulators<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
-  } else if constexpr (S::kMmaM == 1 && S::kSlices == 1 && S::kTileN * S::kConsumers <= 32) {  // with registers for two sets
-    mainloop_few_fragments<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+  };
+  if (S::kTwoLoops && has_zeros) {
+    run(cute::bool_constant<S::kTwoLoops>{});
   } else {
-    mainloop_fragments<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+    run(cute::false_type{});
   }
 }
 
@@ -73,7 +72,7 @@ class DequantizingMmaSm90 {
  protected:
   template <class Storage, class Barrier>
   static CUTLASS_DEVICE void mma_init(Storage& storage, bool has_zeros, int consumer, int thread, Barrier const& barrier) {
-    if constexpr (S::kHasZeros && !S::kSync) {
+    if constexpr (S::kHasZeros && !S::kTwoLoops) {
       if (!has_zeros) {
         S::fill_zeros(storage, consumer, thread);
         if constexpr (S::kSlices > 1) {  // each warpgroup has filled in a part of its rows'

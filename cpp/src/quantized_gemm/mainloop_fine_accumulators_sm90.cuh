@@ -26,13 +26,8 @@ CUTLASS_DEVICE void mainloop_fine_accumulators(Storage& storage, typename S::Pip
   Tensor partial = make_fragment_like(accumulator);  // (MMA,MMA_M,MMA_N), of a step
   int const row = consumer % S::kRowGroups * 64 + thread / 32 * 16 + thread % 32 / 4, slice = consumer / S::kRowGroups;
   constexpr int kStep = S::kGroup, kKBlocks = kStep / 16, kSteps = S::kSliceK / kStep;
-  uint32_t symmetric[2] = {0, 0};
-  if constexpr (S::kHasZeros && !kZeroPoints) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      symmetric[r] = Half2<S::kType>::mul(Codes::kSymmetricZero, Codes::factor(r) ^ 0x80008000u);
-    }
-  }
+  uint32_t symmetric[2];
+  S::symmetric_zeros(symmetric);
   w4a16::Book const book = S::book_of(storage, thread);
 
   CUTLASS_PRAGMA_UNROLL

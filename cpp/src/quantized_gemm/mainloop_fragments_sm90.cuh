@@ -6,29 +6,29 @@
 namespace minfer::w4a16 {
 
 /// Waits for the last WGMMAs, releases their stage, and multiplies by what products of fragments and scales still lack.
-template <class S, class Storage, class Accumulator>
+template <class S, bool kZeroPoints, class Storage, class Accumulator>
 CUTLASS_DEVICE void finish_fragments(Storage& storage, Accumulator& accumulator, int stage, int thread) {
   cute::warpgroup_wait<0>();
   cute::warpgroup_fence_operand(accumulator);
   S::release(storage, stage, thread);
-  if constexpr (S::Scale::kRest != 1.0f) {
+  constexpr float kRest = S::template rest<kZeroPoints>();
+  if constexpr (kRest != 1.0f) {
     CUTLASS_PRAGMA_UNROLL
-    for (int v = 0; v < S::kValues; ++v) accumulator(v) *= S::Scale::kRest;
+    for (int v = 0; v < S::kValues; ++v) accumulator(v) *= kRest;
   }
 }
 
 /// Scales on the fragments, many tokens. A WGMMA holds its warps until it has read A's registers, so with many tokens a warp can do little
 /// else while its WGMMAs run: each k block is a batch of its own, dequantised while the previous one runs, in a ring of four fragments.
-template <class S, class Storage, class Accumulator>
+/// kZeroPoints: whether zero points are read. The loop exists in both forms.
+template <class S, bool kZeroPoints, class Storage, class Accumulator>
 CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count,
                                        int group_shift, int consumer, int thread) {
   using Element = typename S::Element;
   using TiledMma = typename S::TiledMma;
   using SmemLayoutB = typename S::SmemLayoutB;
   using Codes = typename S::Codes;
-  using Scale = typename S::Scale;
   using namespace cute;
-  using H = Half2<S::kType>;
   TiledMma mma;
   Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
   auto thread_mma = mma.get_slice(thread);
@@ -54,19 +54,17 @@ CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineSta
       if (k_block % (S::kGroup / 16) == 0) {
         int const row = (mi * S::kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
         int const group = S::kFine ? (k_block * 16) >> group_shift : 0;
-        typename Scale::Stored const* scales = &storage.scales[stage][group][row];
-        S::scales_of_rows(scales, scale[mi]);
-        S::load_zeros(storage, stage, group, row, zero[mi]);
+        S::template load_scales<kZeroPoints>(storage, stage, group, row, scale[mi], zero[mi]);
       }
       uint32_t words[Codes::kWords];
       S::words_of(codes[mi], k_block, words);
       warpgroup_wait<S::kRing - 1>();                                          // this fragment's last reader
       if (step == S::kRing - 1) S::release(storage, previous, thread, i > 0);  // with it all of the previous stage has retired
       uint32_t a[4];
-      Codes::fragment(words, zero[mi], book, a);
+      S::template scaled_fragment<kZeroPoints>(words, scale[mi], zero[mi], book, a);
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 4; ++r) {
-        registers(r + 4 * (step % S::kRing)) = H::mul(a[r], scale[mi][r % 2]);
+        registers(r + 4 * (step % S::kRing)) = a[r];
         warpgroup_fence_operand(registers(r + 4 * (step % S::kRing)));
       }
       warpgroup_fence_operand(accumulator);
@@ -79,12 +77,12 @@ CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineSta
     previous = stage;
     ring.advance();
   }
-  finish_fragments<S>(storage, accumulator, previous, thread);
+  finish_fragments<S, kZeroPoints>(storage, accumulator, previous, thread);
 }
 
 /// The same sums for few tokens, as kernels of the batch-invariant mode have them. WGMMAs are short, so that fences and waits count: the
 /// four k blocks of a weight block are a batch, dequantised while the previous one runs, in two sets of four fragments.
-template <class S, class Storage, class Accumulator>
+template <class S, bool kZeroPoints, class Storage, class Accumulator>
 CUTLASS_DEVICE void mainloop_few_fragments(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count,
                                            int group_shift, int consumer, int thread) {
   using Element = typename S::Element;
@@ -92,7 +90,6 @@ CUTLASS_DEVICE void mainloop_few_fragments(Storage& storage, typename S::Pipelin
   using SmemLayoutB = typename S::SmemLayoutB;
   using Codes = typename S::Codes;
   using namespace cute;
-  using H = Half2<S::kType>;
   static_assert(S::kMmaM == 1 && S::kSlices == 1);
   TiledMma mma;
   Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
@@ -123,14 +120,11 @@ CUTLASS_DEVICE void mainloop_few_fragments(Storage& storage, typename S::Pipelin
         int const k_block = block * 4 + b;
         if (k_block % (S::kGroup / 16) == 0) {
           int const group = S::kFine ? (k_block * 16) >> group_shift : 0;
-          S::scales_of_rows(&storage.scales[stage][group][row], scale);
-          S::load_zeros(storage, stage, group, row, zero);
+          S::template load_scales<kZeroPoints>(storage, stage, group, row, scale, zero);
         }
         uint32_t words[Codes::kWords], a[4];
         S::words_of(codes, k_block, words);
-        Codes::fragment(words, zero, book, a);
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < 4; ++r) a[r] = H::mul(a[r], scale[r % 2]);
+        S::template scaled_fragment<kZeroPoints>(words, scale, zero, book, a);
         S::set(registers, set, b, a);
       }
       S::pin(registers, set);
@@ -147,7 +141,7 @@ CUTLASS_DEVICE void mainloop_few_fragments(Storage& storage, typename S::Pipelin
     previous = stage;
     ring.advance();
   }
-  finish_fragments<S>(storage, accumulator, previous, thread);
+  finish_fragments<S, kZeroPoints>(storage, accumulator, previous, thread);
 }
 
 }  // namespace minfer::w4a16

@@ -13,22 +13,18 @@ CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& r
                                   int consumer, int thread) {
   using Codes = typename S::Codes;
   using Scale = typename S::Scale;
-  using H = Half2<S::kType>;
   constexpr bool kOnFragments = S::kScaling == Scaling::kFragments || S::kScaling == Scaling::kFine;
   constexpr int kKBlocks = S::kSliceK / 16, kEights = S::kTileN / 8;                        // of k and of tokens
   constexpr int kScaled = kOnFragments ? kKBlocks : cute::min(S::kGroup, S::kSliceK) / 16;  // k blocks between scalings of the accumulators
-  constexpr int kChains = kScaled > 2 ? 2 : 1;                                              // sums to which k blocks are added alternately
+  constexpr int kChains = kScaled > 2 && !S::kInOrder ? 2 : 1;                              // sums to which k blocks are added alternately
   int const slice = consumer / S::kRowGroups, first_group = slice * S::kSliceK >> group_shift;
   int const lane = thread % 32, row = consumer % S::kRowGroups * 64 + thread / 32 * 16 + lane / 4;
   // ldmatrix: lane l gives the address of vector l / 8 (8 of k) of token l % 8; vector v lies at v ^ token % 8 of the token's 128 bytes.
   uint32_t const tokens =
       cute::cast_smem_ptr_to_uint(&storage.activations[0][slice * S::kSliceK * S::kTileN]) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
   w4a16::Book const book = S::book_of(storage, thread);
-  uint32_t zero[2] = {0, 0}, scale[2];
-  if constexpr (S::kHasZeros && !kZeroPoints) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < 2; ++r) zero[r] = H::mul(Codes::kSymmetricZero, Codes::factor(r) ^ 0x80008000u);
-  }
+  uint32_t zero[2], scale[2];
+  S::symmetric_zeros(zero);
   float sum[kChains][kEights][4];
   auto const clear = [&] {
     CUTLASS_PRAGMA_UNROLL
@@ -58,16 +54,19 @@ CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& r
       int const group = first_group + (S::kFine ? k_block * 16 >> group_shift : 0);
       typename Scale::Stored const* scales = &storage.scales[stage][group][row];
       if (k_block % (S::kGroup / 16) == 0) {
-        if constexpr (kZeroPoints) S::load_zeros(storage, stage, group, row, zero);
-        if constexpr (kOnFragments) S::scales_of_rows(scales, scale);
+        if constexpr (kOnFragments) {
+          S::template load_scales<kZeroPoints>(storage, stage, group, row, scale, zero);
+        } else if constexpr (kZeroPoints) {
+          S::load_zeros(storage, stage, group, row, zero);
+        }
       }
       if (!kOnFragments && k_block % kScaled == 0) clear();
       uint32_t words[Codes::kWords], a[4];
       S::words_of(codes, k_block, words);
-      Codes::fragment(words, zero, book, a);
       if constexpr (kOnFragments) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < 4; ++r) a[r] = H::mul(a[r], scale[r % 2]);
+        S::template scaled_fragment<kZeroPoints>(words, scale, zero, book, a);
+      } else {
+        Codes::fragment(words, zero, book, a);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < kEights; ++e) {
@@ -91,7 +90,7 @@ CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& r
   CUTLASS_PRAGMA_UNROLL
   for (int v = 0; v < S::kValues; ++v) {
     if constexpr (kOnFragments) {
-      accumulator(v) = total(v) * Scale::kRest;
+      accumulator(v) = total(v) * S::template rest<kZeroPoints>();
     } else {
       accumulator(v) *= Codes::inverse_float(v / 2 % 2);
     }

@@ -29,8 +29,8 @@ struct StageSm90 {
   static constexpr int kBlocks = kSliceK / kBlockK;                            // weight blocks of 64 rows of a warpgroup, in a stage
   // The registers of all warpgroups together must be no more than the launch gave the CTA: setmaxnreg would wait for more forever.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Config::kCtasPerSm) / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumers >= 4 || (Config::kCtasPerSm == 2 && kGathers) ? 32
-                                            : Config::kCtasPerSm == 2                                ? 24
+  static constexpr int kProducerRegisters = kConsumers >= 4 || (Config::kCtasPerSm >= 2 && kGathers) ? 32
+                                            : Config::kCtasPerSm >= 2                                ? 24
                                                                                                      : 40;
   static constexpr int kConsumerRegisters =
       cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
@@ -50,8 +50,11 @@ struct StageSm90 {
   static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = has_code_book(kFormat);
   // mma.sync, not WGMMA. With 16 tokens that is slower where WGMMA needs no wait for every 32 of k, and with code books (28672 x 4096:
   // 19.3 us against 18.6, nf4 26.5 against 21.8): every warp reads all tokens from shared memory, where the books are, too.
-  static constexpr bool kSync = kTileN == 8 || (kTileN == 16 && kFine && !kHasBook);
+  static constexpr bool kInOrder = Config::kInOrder;  // mma.sync with the bits of WGMMA: no k block is added before one in front of it
+  static constexpr bool kSync = kInOrder || kTileN == 8 || (kTileN == 16 && kFine && !kHasBook);
   static_assert(!kSync || kMmaM == 1);
+  /// Whether the loop is compiled with zero points and without; else those of symmetric weights are filled in.
+  static constexpr bool kTwoLoops = kHasZeros && (kSync || kScaling != Scaling::kAccumulators);
   static_assert(kSlices == 1 || kSync || kScaling == Scaling::kAccumulators || kScaling == Scaling::kFineAccumulators);
   static constexpr int kGroup = !kFine ? kSliceK : fixed_group_of(kFormat) != 0 ? fixed_group_of(kFormat) : 32;  // the smallest
   static_assert(kGroup >= 32 || kScaling == Scaling::kFine);
@@ -73,7 +76,8 @@ struct StageSm90 {
   };
   static constexpr int kBookBarrier = 15;  // of all consumers
   // In kernels with no register to spare, a thread's indices are not kept over the mainloop but computed again.
-  static constexpr bool kRereadsThread = kConsumers >= 4 && kValues >= 16;
+  static constexpr bool kShortOfRegisters = kConsumers * Config::kCtasPerSm >= 3 || Config::kInPlaceRanges;
+  static constexpr bool kRereadsThread = kShortOfRegisters && kValues >= 16;
   struct Slices {
     alignas(16) float4 of[cute::max(1, kSlices - 1)][kRowGroups][kValues / 4][128];
   };
@@ -116,6 +120,7 @@ struct StageSm90 {
   }
 
   // -zero * factor of a thread's two rows. Without a branch for symmetric weights: control flow between WGMMAs makes ptxas serialise them.
+  // Most loops are compiled twice instead.
   template <class Storage>
   static CUTLASS_DEVICE void load_zeros(Storage& storage, int stage, int group, int row, uint32_t (&z)[2]) {
     if constexpr (kHasZeros) {
@@ -134,6 +139,63 @@ struct StageSm90 {
       twice[1] = Half2<Config::kType>::mul(twice[1], Codes::inverse(1));
     }
   }
+
+  static CUTLASS_DEVICE void symmetric_zeros(uint32_t (&z)[2]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      z[r] = 0;
+      if constexpr (kHasZeros) z[r] = Half2<kType>::mul(Codes::kSymmetricZero, Codes::factor(r) ^ 0x80008000u);
+    }
+  }
+
+  // ---- scales on the fragments; kZeroPoints: whether zero points are read ----------------------------------------------------------
+
+  template <bool kZeroPoints>
+  static constexpr bool kFolded = kHasZeros && !kZeroPoints && Codes::kFolds;
+  /// What sums of products of fragments still lack.
+  template <bool kZeroPoints>
+  static constexpr float rest() {
+    if constexpr (kFolded<kZeroPoints>) {
+      return Codes::kFoldedRest;
+    } else {
+      return Scale::kRest;
+    }
+  }
+  /// The scales of a thread's two rows and their zero points, as scaled_fragment takes them.
+  template <bool kZeroPoints, class Storage>
+  static CUTLASS_DEVICE void load_scales(Storage& storage, int stage, int group, int row, uint32_t (&scale)[2], uint32_t (&zero)[2]) {
+    typename Scale::Stored const* const scales = &storage.scales[stage][group][row];
+    if constexpr (kFolded<kZeroPoints>) {
+      typename Scale::Stored const of_rows[2] = {scales[0], scales[8]};
+      uint32_t twice[2];
+      Scale::rows(of_rows, twice);
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        scale[r] = Half2<kType>::mul(twice[r], Codes::folded_factor(r));
+        zero[r] = Half2<kType>::mul(twice[r], Codes::kFoldedZero);
+      }
+    } else {
+      scales_of_rows(scales, scale);
+      if constexpr (kZeroPoints) {
+        load_zeros(storage, stage, group, row, zero);
+      } else {
+        symmetric_zeros(zero);
+      }
+    }
+  }
+  template <bool kZeroPoints>
+  static CUTLASS_DEVICE void scaled_fragment(uint32_t const (&words)[Codes::kWords], uint32_t const (&scale)[2], uint32_t const (&zero)[2],
+                                             w4a16::Book const& book, uint32_t (&a)[4]) {
+    if constexpr (kFolded<kZeroPoints>) {
+      Codes::folded(words, scale, zero, a);
+    } else {
+      Codes::fragment(words, zero, book, a);
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 4; ++r) a[r] = Half2<kType>::mul(a[r], scale[r % 2]);
+    }
+  }
+
+  // ----------------------------------------------------------------------------------------------------------------------------------
 
   // The zero point of symmetric weights, in this warpgroup's rows of every stage.
   template <class Storage>

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "quantized_gemm/cost_model.h"
+
 namespace minfer::moe {
 
 namespace {
@@ -29,10 +31,12 @@ struct Stage {
 Stage stage_of(CostModel const& m, KernelInfo const& kernel) {
   bool const fine = kernel.group_multiple < 128;
   double const scaled = kernel.b_format == WeightFormat::kNvFp4 ? m.stage_nvfp4 : 1.0;
-  if (kernel.invariant_only) {
+  if (kernel.tile_k == 128 && kernel.tile_n < 64) {  // the others divide k among warpgroups
+    double const ordered = fine ? scaled * m.stage_ordered_fine : 1.0;
     if (kernel.tile_n > 16) return {m.stage_invariant_64x32_us, m.gather_32, m.tile_32_us, m.token_32_us};
-    double const stage_us = kernel.tile_m > 64 ? m.stage_invariant_128x16_us : m.stage_invariant_64x16_us;
-    return {stage_us, m.gather_16, m.tile_16_us, m.token_16_us};
+    if (kernel.tile_n > 8) return {ordered * m.stage_ordered_128x16_us, m.gather_16, m.tile_16_us, m.token_16_us};
+    double const stage_us = kernel.tile_m > 64 ? m.stage_ordered_128x8_us : m.stage_ordered_64x8_us;
+    return {ordered * stage_us, m.gather_8, m.tile_8_us, m.token_8_us};
   }
   switch (kernel.tile_n) {
     case 8: return {scaled * (fine ? m.stage_8_fine_us : m.stage_8_us), m.gather_8, m.tile_8_us, m.token_8_us};
@@ -124,6 +128,7 @@ double predict_quantised_us(CostModel const& m, KernelInfo const& kernel, Groupe
   double const workers = double(device.sm_count) * kernel.ctas_per_sm, weight_tiles = std::ceil(double(p.n) / kernel.tile_m);
   Stage const stage = stage_of(m, kernel);
   double mainloop_us = std::ceil(double(p.k) / kernel.tile_k) * stage.us;
+  if (w4a16::scales_fragments(kernel) && w4a16::folds(p.type, p.b_format, p.has_zeros)) mainloop_us *= m.stage_folded;
   if (p.gathered && !gather_first) mainloop_us *= stage.gather;
   double const gated = p.gated ? m.quantised_gated : 1.0;
   Tiles tiles;
