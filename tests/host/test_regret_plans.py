@@ -179,7 +179,7 @@ def test_grouped_measurements(problem, share):
     rows, line, measured = regret_grouped.measure("regret_grouped", problem, 1, 0, lambda: memory)
     assert len(rows) == 1 and "FAILED" not in line
     row, found = rows[0], json.loads(measured)
-    choices = (6 if problem.weights == "dense" else 8) * (2 if problem.gathered else 1)
+    choices = (6 if problem.weights == "dense" else 11) * (2 if problem.gathered else 1)
     assert row["candidates"] == len(found["plans"]) == choices
     assert row["us"] == found["own"] == 10.0 + choices and row["peer_us"] == 10.0 and row["regret"] == pytest.approx(choices / 10)
     assert row["op"] == problem.op and row["difference"] == 0.0

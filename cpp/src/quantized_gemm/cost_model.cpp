@@ -72,7 +72,7 @@ bool has_wgmma(DeviceProperties const& device) { return device.compute_major >= 
 
 /// What the busiest worker of a launch does.
 struct Work {
-  double workers, iterations, owned;  // k tiles, and tiles that it stores
+  double workers, iterations, owned;  // k tiles, and tiles that it stores, or whose partials it leaves
   double partials;                    // that it adds to a tile
 };
 Work work_of(gemm::TileSchedulerParams const& schedule) {
@@ -87,7 +87,7 @@ Work work_of(gemm::TileSchedulerParams const& schedule) {
   } else {
     double const splits = schedule.in_place ? 1.0 : schedule.splits, items = std::ceil(tiles * splits / workers);
     work.iterations = items * std::ceil(double(schedule.k_tiles) / splits);
-    work.owned = splits > 1 ? std::ceil(tiles / workers) : items;
+    work.owned = items;
     work.partials = splits - 1;
   }
   return work;
@@ -151,7 +151,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const ctas = work.workers * kernel.cluster_m, room = gemm::ctas_per_sm(kernel, device);
   bool const in_cluster = cluster_partials(kernel.b_format, kernel.tile_n, kernel.ctas_per_sm, schedule, device) > 0;
   // CTAs of the busiest SM. Those of a cluster are put on as few SMs as have room for them.
-  double const together = std::min(room, std::max(in_cluster ? 2.0 : 1.0, std::ceil(ctas / sms)));
+  double const together = in_cluster ? room : std::min(room, std::max(1.0, std::ceil(ctas / sms)));
 
   double const warpgroups = kernel.threads / 128.0 - 1.0, mmas = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0);
   double const cycles = mmas * mma_cycles_of(kernel, problem) * factors.compute * together,

@@ -76,8 +76,7 @@ struct StageSm90 {
   };
   static constexpr int kBookBarrier = 15;  // of all consumers
   // In kernels with no register to spare, a thread's indices are not kept over the mainloop but computed again.
-  static constexpr bool kShortOfRegisters = kConsumers * Config::kCtasPerSm >= 3 || Config::kInPlaceRanges;
-  static constexpr bool kRereadsThread = kShortOfRegisters && kValues >= 16;
+  static constexpr bool kRereadsThread = kConsumers * Config::kCtasPerSm >= 3 && kValues >= 16;
   struct Slices {
     alignas(16) float4 of[cute::max(1, kSlices - 1)][kRowGroups][kValues / 4][128];
   };
