@@ -516,7 +516,8 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
 ///                   tiles more than SMs, whose second wave is nearly empty, are no reason: 10240 x 8192 would take 7 % longer with few
 ///                   rows, but in four ranges an H100 took 38 to 64 % longer with 256 to 4096 rows
 ///   quantised       there is less to read for a tile and more to do, one MMA behind the other: beside activations of 16 bits 6144 x 4096
-///                   takes 37 % longer in one range, 10 in four; of 8 bits, whose tiles are larger, 20 and 15, and 2 in two
+///                   takes 27 % longer in one range, 9 in two and in four, 8192 x 8192 31, 7 and 11 %. Four are taken where three CTAs an
+///                   SM hold them, which few rows like, or k is long. Of 8 bits, whose tiles are larger, 20 and 15, and 2 in two
 constexpr int64_t kInvariantTile = 64;    // rows of a weight: the tile of few tokens
 constexpr int64_t kInvariantRange = 128;  // k tiles of all kernels divide it
 int32_t invariant_splits(GemmProblem const& problem) {

@@ -128,7 +128,8 @@ double predict_quantised_us(CostModel const& m, KernelInfo const& kernel, Groupe
   double const workers = double(device.sm_count) * kernel.ctas_per_sm, weight_tiles = std::ceil(double(p.n) / kernel.tile_m);
   Stage const stage = stage_of(m, kernel);
   double mainloop_us = std::ceil(double(p.k) / kernel.tile_k) * stage.us;
-  if (w4a16::scales_fragments(kernel) && w4a16::folds(p.type, p.b_format, p.has_zeros)) mainloop_us *= m.stage_folded;
+  bool const folded = w4a16::scales_fragments(kernel) && w4a16::folds(p.type, p.b_format, p.has_zeros) && kernel.tile_n < 128;
+  if (folded) mainloop_us *= m.stage_folded;
   if (p.gathered && !gather_first) mainloop_us *= stage.gather;
   double const gated = p.gated ? m.quantised_gated : 1.0;
   Tiles tiles;

@@ -43,6 +43,9 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaDequantizeExperts<Config>, Tile
   using typename Base::PipelineState;
   static constexpr bool kRereadsThread = false;  // it keeps its tile in shared memory instead
   static constexpr int kTileM = S::kTileM, kTileN = S::kTileN, kTileK = S::kTileK, kHalves = kTileK / 64, kWeightRows = kTileM;
+  /// Of many tokens zero points are always read, those of symmetric weights being filled in. There the tensor cores are the limit: with the
+  /// loop that has a quarter fewer instructions Mixtral's layer of 4096 tokens took 5.1 to 5.2 ms on an H200, with this one 4.9.
+  static constexpr bool kReadsZeros = S::kHasZeros && kTileN >= 128;
   static constexpr int kStep = 8;                                                 // tokens of a tile are rounded up to these
   static constexpr int kSmallBox = kStep, kLargeBox = kTileN >= 64 ? 64 : kStep;  // rows of TMA's loads of tokens
   using Gather = minfer::moe::RowGather<kTileN, kHalves, S::kStages, S::kBookBarrier - 1>;
@@ -177,11 +180,18 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaDequantizeExperts<Config>, Tile
   template <class Storage, class Barrier>
   static CUTLASS_DEVICE void mma_init(Params const& params, Storage& storage, int consumer, int thread, Barrier const& barrier) {
     Base::mma_init(storage, params.has_zeros, consumer, thread, barrier);
+    if constexpr (kReadsZeros && S::kTwoLoops) {
+      if (!params.has_zeros) {
+        S::fill_zeros(storage, consumer, thread);
+        barrier();
+      }
+    }
   }
   template <class Storage, class Accumulator, class Output, class AfterLast>
   static CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
                                  Output const&, int consumer, int thread, AfterLast const&) {
-    minfer::w4a16::multiply<S>(storage, state, accumulator, k_count, params.group_shift, params.has_zeros, consumer, thread);
+    bool const reads_zeros = kReadsZeros || params.has_zeros;
+    minfer::w4a16::multiply<S>(storage, state, accumulator, k_count, params.group_shift, reads_zeros, consumer, thread);
   }
   static CUTLASS_DEVICE void teardown() {}
 };
