@@ -128,6 +128,10 @@ def test_names_are_derived_from_the_row():
         "w4a16_sm80_bf16_int4_128x64x64_1x1x1_w1_multistage",
     ]
     assert expand(W4A16_SM90)[0].name == "w4a16_sm90_f16_int4_128x16x128_1x1x1_w2x2_acc"
+    in_order = expand({**W4A16_SM90, "scaling": "fragments", "in_order": True})[0]
+    assert (in_order.name, in_order.sums) == ("w4a16_sm90_f16_int4_128x16x128_1x1x1_w2x2_frag_sync", "wgmma16")
+    two_sums = expand({**W4A16_SM90, "tile": [128, 8, 128], "scaling": "fragments"})[0]
+    assert two_sums.sums == "mma16_frag"  # mma.sync that adds k blocks to two sums by turns
 
 
 def test_layout_letters_are_majors_of_the_callers_operands():
@@ -422,6 +426,9 @@ def test_rows_that_divide_keys():
         (SM80, VECTOR | {"tile": [1, 16, 2048], "warps": [1, 32]}, "warps", "at most 16 warps"),
         (W4A16_SM90, {"arch": "sm70"}, "arch", "must be one of sm90, sm80"),
         (W4A16_SM90, {"tile": [128, 16, 64]}, "tile", "tile_k must be 128"),
+        (W4A16_SM90, {"in_order": True}, "in_order", "takes 8 or 16 tokens, fragments or fine scaling"),
+        (W4A16_SM90, {"in_order": True, "scaling": "fine", "tile": [128, 32, 128]}, "in_order", "takes 8 or 16 tokens"),
+        (W4A16_SM90, {"ctas_per_sm": 4}, "ctas_per_sm", "must be one of 1, 2, 3"),
         (W4A16_SM80, {"scaling": "fine"}, "scaling", "no such field for sm80"),
         (W4A16_SM80, {"ctas_per_sm": 2}, "ctas_per_sm", "no such field for sm80"),
         (W4A16_SM80, {"formats": ["dense"]}, "formats", "different values from int4"),

@@ -80,7 +80,7 @@ CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineSta
   finish_fragments<S, kZeroPoints>(storage, accumulator, previous, thread);
 }
 
-/// The same sums for few tokens, as kernels of the batch-invariant mode have them. WGMMAs are short, so that fences and waits count: the
+/// The same sums for few tokens, as the batch-invariant mode wants them. WGMMAs are short, so that fences and waits count: the
 /// four k blocks of a weight block are a batch, dequantised while the previous one runs, in two sets of four fragments.
 template <class S, bool kZeroPoints, class Storage, class Accumulator>
 CUTLASS_DEVICE void mainloop_few_fragments(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count,

@@ -7,7 +7,7 @@
 namespace minfer::w4a16 {
 
 /// Few tokens, by mma.sync: fewer instructions than the WGMMA loop and no waiting for its batches (8192 x 8192 at m = 1: 11.8 us, by WGMMA
-/// 12.6). The accumulators are laid out as WGMMA's.
+/// 12.6). The accumulators are laid out as WGMMA's. With kInOrder there is one sum, which has WGMMA's bits.
 template <class S, bool kZeroPoints, class Storage, class Accumulator>
 CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count, int group_shift,
                                   int consumer, int thread) {

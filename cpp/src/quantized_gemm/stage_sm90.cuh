@@ -48,9 +48,9 @@ struct StageSm90 {
 
   static constexpr WeightFormat kFormat = Config::kFormat;
   static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = has_code_book(kFormat);
+  static constexpr bool kInOrder = Config::kInOrder;  // mma.sync with the bits of WGMMA: k blocks are added one after the other
   // mma.sync, not WGMMA. With 16 tokens that is slower where WGMMA needs no wait for every 32 of k, and with code books (28672 x 4096:
   // 19.3 us against 18.6, nf4 26.5 against 21.8): every warp reads all tokens from shared memory, where the books are, too.
-  static constexpr bool kInOrder = Config::kInOrder;  // mma.sync with the bits of WGMMA: no k block is added before one in front of it
   static constexpr bool kSync = kInOrder || kTileN == 8 || (kTileN == 16 && kFine && !kHasBook);
   static_assert(!kSync || kMmaM == 1);
   /// Whether the loop is compiled with zero points and without; else those of symmetric weights are filled in.

@@ -43,8 +43,9 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaDequantizeExperts<Config>, Tile
   using typename Base::PipelineState;
   static constexpr bool kRereadsThread = false;  // it keeps its tile in shared memory instead
   static constexpr int kTileM = S::kTileM, kTileN = S::kTileN, kTileK = S::kTileK, kHalves = kTileK / 64, kWeightRows = kTileM;
-  /// Of many tokens zero points are always read, those of symmetric weights being filled in. There the tensor cores are the limit: with the
-  /// loop that has a quarter fewer instructions Mixtral's layer of 4096 tokens took 5.1 to 5.2 ms on an H200, with this one 4.9.
+  /// Of many tokens zero points are always read, those of symmetric weights being filled in. There the tensor cores are the limit, and the
+  /// loop that has a fifth fewer instructions seemed to cost time: Mixtral's layer of 4096 tokens took 5.1 and 5.2 ms with it and 4.9 with
+  /// this one, but days apart, on H200s that may not have been the same.
   static constexpr bool kReadsZeros = S::kHasZeros && kTileN >= 128;
   static constexpr int kStep = 8;                                                 // tokens of a tile are rounded up to these
   static constexpr int kSmallBox = kStep, kLargeBox = kTileN >= 64 ? 64 : kStep;  // rows of TMA's loads of tokens
