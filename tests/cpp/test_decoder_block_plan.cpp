@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "decoder_block/layout.h"
+#include "gemm/invariant_splits.h"
 #include "gemm_problems.h"
 #include "minfer/decoder_block.h"
 #include "testing.h"
@@ -62,10 +63,6 @@ TEST_CASE(decoder_block_of_more_tokens) {
 
 TEST_CASE(decoder_block_limits) {
   DecoderBlockProblem p = llama_8b();
-  p.batch_invariant = true;
-  CHECK(!plan_of(p).one_launch);
-  CHECK(forced_code(p) == StatusCode::kInvalidArgument);
-  p = llama_8b();
   p.group_size = 64;
   CHECK(forced_code(p) == StatusCode::kInvalidArgument);
   p.group_size = 0;
@@ -82,6 +79,55 @@ TEST_CASE(decoder_block_limits) {
   p.type = DataType::kF32;
   DecoderBlockPlan plan;
   CHECK(plan_decoder_block(p, h200_properties(), false, &plan).code == StatusCode::kInvalidArgument);
+}
+
+// In the batch-invariant mode the launch has the ranges of k of the operators one by one, and the threads of their norm.
+TEST_CASE(decoder_block_in_order) {
+  using namespace decoder_block;
+  DecoderBlockProblem p = llama_8b();
+  p.batch_invariant = true;
+  CHECK(!plan_of(p).one_launch);
+  DecoderBlockPlan const plan = plan_of(p, true);
+  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+    GemmProblem product;
+    product.ab_type = product.d_type = p.type;
+    product.m = 1;
+    product.n = p.n(i);
+    product.k = p.k(i);
+    product.b_format = p.weights;
+    CHECK(plan.ranges[i] == gemm::invariant_splits(product));
+  }
+  CHECK(plan.ranges[0] == 4 && plan.ranges[1] == 1 && plan.ranges[2] == 4 && plan.ranges[3] == 4);
+  CHECK(plan.norm_threads == 256);  // two vectors of 8 each
+  CHECK(plan.ctas == h200_properties().sm_count && plan.smem_bytes <= h200_properties().smem_per_block);
+  CHECK(plan.ahead >= 2 && plan.ahead + kQuads <= plan.stages);
+  CHECK(plan.workspace_bytes == plan_of(llama_8b()).workspace_bytes);
+  Layout const layout = layout_of(p, 4, fixed_bytes(1, true));
+  CHECK(layout.fixed == 4 * (kStrips * kStripBlocks * kBlockBytes + kStrips * kStripScaleBytes));
+  CHECK(layout.pitch[0] == 14336 * 2 + 64 && layout.pitch[1] == 4096 * 2 + 64);
+
+  // Slabs of 64 rows in one range: no more CTAs than some product in front of others has slabs.
+  p.attention = p.hidden = 512;
+  p.inter = 1024;
+  p.next = 768;
+  CHECK(plan_of(p, true).ctas == 2 * 1024 / 64);
+  p.next = 0;
+  CHECK(plan_of(p, true).one_launch);
+
+  auto const refused = [&](auto const& change) {
+    DecoderBlockProblem other = llama_8b();
+    other.batch_invariant = true;
+    change(other);
+    return forced_code(other) == StatusCode::kInvalidArgument;
+  };
+  CHECK(refused([](DecoderBlockProblem& q) { q.m = 2; }));
+  CHECK(refused([](DecoderBlockProblem& q) { q.inter = 14336 + 64; }));
+  CHECK(refused([](DecoderBlockProblem& q) { q.hidden = q.attention = 128; }));     // a norm by less than a warp
+  CHECK(refused([](DecoderBlockProblem& q) { q.hidden = q.attention = 32768; }));   // by two CTAs
+  CHECK(refused([](DecoderBlockProblem& q) { q.next = 1024, q.hidden = 16384; }));  // eight ranges
+  CHECK(refused([](DecoderBlockProblem& q) { q.weights = WeightFormat::kDense; }));
+  CHECK(refused([](DecoderBlockProblem& q) { q.weights = WeightFormat::kFp8E4M3; }));
+  CHECK(refused([](DecoderBlockProblem& q) { q.heads = 32, q.heads_kv = 8, q.capacity = 2048; }));
 }
 
 TEST_CASE(decoder_block_of_e4m3) {

@@ -162,8 +162,11 @@ def test_plan():
     for options in (dict(batch_invariant=True), dict(kernel="separate"), dict(group_size=32)):
         other = minfer.plan("w4a16_decoder_block", m=1, device=-1, **sizes, **options)
         assert not other.one_launch and "separate" in str(other) and other.workspace_bytes == 0
+    assert minfer.plan("w4a16_decoder_block", m=1, kernel="one_launch", device=-1, batch_invariant=True, **sizes).one_launch
     with pytest.raises(RuntimeError, match="in one launch: it takes 1 or 2 tokens"):
         minfer.plan("w4a16_decoder_block", m=3, kernel="one_launch", device=-1, **sizes)
+    with pytest.raises(RuntimeError, match="in one launch: in the batch-invariant mode it takes 1 token"):
+        minfer.plan("w4a16_decoder_block", m=2, kernel="one_launch", device=-1, batch_invariant=True, **sizes)
     for options, message in (
         (dict(inter=12), "inter must be a multiple of 8"),
         (dict(group_size=48), "group_size"),

@@ -159,11 +159,83 @@ def test_separate_is_the_operators(dtype):
             assert same(t.call(), want) and same(t.residual, residual), m
 
 
-def test_one_launch_in_the_batch_invariant_mode(hopper):
-    t = Case(1, 512, 512, 1024, 272).make(DEVICE)
-    with minfer.batch_invariant(), pytest.raises(RuntimeError, match="minfer::w4a16_decoder_block: "):
+# ---- one launch in the batch-invariant mode: the operators' bits ----------------------------------------------------------------------
+
+
+def in_order(case: Case) -> None:
+    """One launch, whether or not weights may be read early, and a second time in the same memory."""
+    t = case.make(DEVICE)
+    with minfer.batch_invariant():
+        want, residual = by_operators(t)
+        for constant in (True, False, True):
+            have = t.call(kernel="one_launch", constant_weights=constant)
+            assert same(have, want) and same(t.residual, residual), f"{case}: constant weights {constant}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("size", [*SIZES, (3584, 3584, 18944, 4608), (8192, 8192, 28672, 10240), (4096, 5120, 32768, 6144)], ids=str)
+def test_in_order_sizes(hopper, size, dtype):
+    """Rows in one, two and four ranges of k; products of one round and of several; CTAs without a slab of some product."""
+    in_order(Case(1, *size, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("group_size", [128, 256, 512, -1])
+def test_in_order_groups(hopper, group_size, dtype):
+    """Strips of 512 k begin within groups, and have one to five of them."""
+    for size in ((512, 512, 1024, 768), (4096, 4096, 14336, 6144), (3584, 3584, 18944, 4608)):
+        in_order(Case(1, *size, dtype, dtype, group_size))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_in_order_options(hopper, dtype):
+    for i, (bias, activation) in enumerate(itertools.product((None, dtype, torch.float32), ACTIVATIONS[1:])):
+        in_order(Case(1, 4096, 4096, 2048, 6144, dtype, bias, 128, activation, (0.0, 1.0)[i % 2], loud=i % 3 == 1))
+
+
+def test_in_order_special_numbers(hopper):
+    """Signed zeros, infinities and NaN go through both alike."""
+    t = Case(1, 4096, 4096, 2048, 768).make(DEVICE)
+    for number in (0.0, -0.0, math.inf, math.nan):
+        for name in ("a", "before"):
+            x = getattr(t, name)
+            kept = x.clone()
+            if number == 0.0:
+                x.fill_(number)
+            else:
+                x[0, 5] = number
+            with minfer.batch_invariant():
+                want, residual = by_operators(t)
+                have = t.call(kernel="one_launch")
+            assert torch.equal(have.isnan(), want.isnan()) and torch.equal(t.residual.isnan(), residual.isnan()), (name, number)
+            assert same(have.nan_to_num(1.0), want.nan_to_num(1.0)) and same(t.residual.nan_to_num(1.0), residual.nan_to_num(1.0)), name
+            x.copy_(kept)
+
+
+def test_in_order_graph(hopper):
+    """Replays, one behind the other: no packet of one is found by the next."""
+    t = Case(1, 4096, 4096, 14336, 6144).make(DEVICE)
+    with minfer.batch_invariant():
+        want, residual = by_operators(t)
         t.call(kernel="one_launch")
-    assert same(t.residual, t.before)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            t.residual.copy_(t.before)
+            out = t.again(kernel="one_launch", constant_weights=True)
+    for _ in range(50):
+        graph.replay()
+    assert same(out, want) and same(t.residual, residual)
+
+
+def test_in_order_refusals(hopper):
+    for case in (Case(2, 512, 512, 1024, 272), Case(1, 512, 512, 1088, 272), Case(1, 128, 128, 512, 272)):
+        t = case.make(DEVICE)
+        with minfer.batch_invariant(), pytest.raises(RuntimeError, match="minfer::w4a16_decoder_block: "):
+            t.call(kernel="one_launch")
+        assert same(t.residual, t.before)
+
+
+# --------------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_no_rows():

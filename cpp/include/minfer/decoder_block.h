@@ -101,7 +101,10 @@ struct DecoderBlockPlan {
   int32_t splits = 0;            // of the sequence, where attention is part of the launch
   int32_t most_layers = 1;       // of these sizes that a launch may have
   int32_t smem_bytes = 0;        // of a CTA
-  size_t workspace_bytes = 0;    // need not be initialised; 128-byte aligned
+  // In the batch-invariant mode: the ranges of k that a row of each weight is summed in, and among how many threads minfer.rms_norm would
+  // divide a row.
+  int32_t ranges[kDecoderBlockProducts] = {}, norm_threads = 0;
+  size_t workspace_bytes = 0;  // need not be initialised; 128-byte aligned
   char reason[200] = {0};
 };
 

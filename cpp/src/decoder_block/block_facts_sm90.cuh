@@ -1,6 +1,8 @@
 // What the roles of decoder_block_sm90.cuh share: sizes, shared memory, barriers, and where a layer's operands are.
 #pragma once
 
+#include <type_traits>
+
 #include "common/float16.cuh"
 #include "common/named_barrier.cuh"
 #include "common/packet.cuh"
@@ -13,6 +15,9 @@
 
 namespace minfer::decoder_block {
 
+/// Launches of the kernels so far, which makes the tags of packets new in every replay of a graph, whatever has become of the workspace.
+static __device__ unsigned long long launches;
+
 template <class OfWeights, DataType kOfType, int kMostOfTokens, bool kWithAttention>
 struct BlockFacts {
   using Weights = OfWeights;
@@ -20,6 +25,7 @@ struct BlockFacts {
   static constexpr int kTokens = kMostOfTokens;
   static constexpr bool kAttention = kWithAttention;
   static constexpr int kConverters = 32 * kConverterWarps, kFinishers = 3, kConsumers = 32 * kWarps;
+  static constexpr bool kInOrder = Weights::kInOrder;
   static constexpr int kThreads = 128 + kConverters + kConsumers;
   static constexpr int kFinisherRegisters = 56, kConverterRegisters = 64, kConsumerRegisters = 80;
   static_assert(128 * kFinisherRegisters + kConverters * kConverterRegisters + kConsumers * kConsumerRegisters <= 72 * kThreads);
@@ -29,21 +35,23 @@ struct BlockFacts {
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
   using Group = typename Weights::Group;
-  using Params = decoder_block::Params<kAttention ? kMostLayers : 1>;
+  using Params = std::conditional_t<Weights::kInOrder, InOrderParams, decoder_block::Params<kAttention ? kMostLayers : 1>>;
   static constexpr bool kInt4 = Weights::kFormat == WeightFormat::kInt4, kE4M3 = Weights::kFormat == WeightFormat::kFp8E4M3;
-  static constexpr Stage kStage = stage_of(Weights::kFormat);
-  static_assert(sizeof(Group) == group_bytes(Weights::kFormat, kTokens) &&
-                kStage.code_bytes == kUnit * kStage.k * bits_of(Weights::kFormat) / 8);
+  static constexpr Stage kStage = stage_of(Weights::kFormat, kInOrder);
+  static_assert(kInOrder || sizeof(Group) == group_bytes(Weights::kFormat, kTokens));
+  static_assert(kStage.code_bytes == kUnit * kStage.k * bits_of(Weights::kFormat) / 8);
+  // In order: what a warp is given by those of the other ranges. Else units whose sums are under way to the finishers.
+  static constexpr int kPartialUnits = kInOrder ? kWarps : kPartials, kParts = kInOrder ? kStrips - 1 : kWarps;
   struct Storage {
-    alignas(16) float partials[kPartials][kWarps][kTokens][kUnit];
-    alignas(16) float squares[2][kTokens][kConverterWarps];
+    alignas(16) float partials[kPartialUnits][kParts][kTokens][kUnit];
+    alignas(16) float squares[2][kTokens][kInOrder ? kNormWarps : kConverterWarps];
     alignas(16) uint64_t tag;
     uint64_t epoch;     // of a divided layer
     Sequence sequence;  // of a launch with attention
-    alignas(8) uint64_t full[kMostStages], empty[kMostStages], ready[2][kMostKStages], consumed[2], partial_full[kPartials],
-        partial_empty[kPartials];
+    alignas(8) uint64_t full[kMostStages], empty[kMostStages], ready[2][kMostKStages], consumed[2], partial_full[kPartialUnits],
+        partial_empty[kPartialUnits];
   };
-  static_assert(sizeof(Storage) <= fixed_bytes(kTokens) + 8);
+  static_assert(sizeof(Storage) <= fixed_bytes(kTokens, kInOrder) + 8);
 
   __device__ __forceinline__ BlockFacts(Params const& params, char* smem)
       : p_(params), smem_(smem), storage_(*reinterpret_cast<Storage*>(smem + params.fixed)) {}
@@ -52,6 +60,8 @@ struct BlockFacts {
   using KeysRequested = ConstantNamedBarrier<2, 32 + kConsumers>;
   using Gathered = ConstantNamedBarrier<3, kConsumers>;
   using QueriesReady = ConstantNamedBarrier<4, kConverters + kConsumers>;
+  using Normed = ConstantNamedBarrier<5, kConverters>;
+  using Tagged = ConstantNamedBarrier<6, kConverters + kConsumers>;
 
   __device__ __forceinline__ int layers() const { return kAttention ? p_.count : 1; }
   /// Of the rows of a layer's weight. The last layer may have no product behind the residual.
@@ -64,6 +74,16 @@ struct BlockFacts {
   static __device__ __forceinline__ uint64_t tag_of(uint64_t tag, int layer) { return kAttention ? tag ^ uint64_t(layer) << 40 : tag; }
   __device__ __forceinline__ uint64_t epoch_of(int layer) const { return storage_.epoch + uint64_t(layer); }
   __device__ __forceinline__ uint64_t first_tag() const { return *static_cast<uint64_t volatile*>(&storage_.tag); }
+
+  /// By a thread, after the predecessor: the tag of the first layer's packets.
+  __device__ __forceinline__ void make_tag() const {
+    uint64_t count;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(&launches) : "memory");
+    uint64_t x = p_.nonce + count * 0x9e3779b97f4a7c15u;  // SplitMix64
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    storage_.tag = (x ^ (x >> 31)) | 1;
+  }
 
   __device__ __forceinline__ bool is_divided() const { return kAttention && p_.ranks > 1; }
   __device__ __forceinline__ distributed::ExchangeHeader* exchange_header() const {

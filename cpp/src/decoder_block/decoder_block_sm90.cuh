@@ -32,19 +32,17 @@
 #include "decoder_block/dense_weights_sm90.cuh"
 #include "decoder_block/e4m3_weights_sm90.cuh"
 #include "decoder_block/finishers_sm90.cuh"
+#include "decoder_block/in_order_sm90.cuh"
 #include "decoder_block/int4_weights_sm90.cuh"
 #include "decoder_block/producer_sm90.cuh"
 #include "distributed/epoch.cuh"
 
 namespace minfer::decoder_block {
 
-/// Launches of the kernels so far, which makes the tags of packets new in every replay of a graph, whatever has become of the workspace.
-__device__ unsigned long long launches;
-
 template <class Weights, DataType kType, int kTokens, bool kAttention>
 class DecoderBlock : BlockFacts<Weights, kType, kTokens, kAttention> {
   using Facts = BlockFacts<Weights, kType, kTokens, kAttention>;
-  using Facts::kE4M3, Facts::p_, Facts::storage_, Facts::layers, Facts::epoch_of, Facts::first_tag, Facts::is_divided,
+  using Facts::kE4M3, Facts::p_, Facts::storage_, Facts::layers, Facts::epoch_of, Facts::first_tag, Facts::make_tag, Facts::is_divided,
       Facts::exchange_header, Facts::kFinisherRegisters, Facts::kConverterRegisters, Facts::kConsumerRegisters;
   using typename Facts::FullBarrier, typename Facts::EmptyBarrier, typename Facts::Joined;
 
@@ -112,12 +110,7 @@ class DecoderBlock : BlockFacts<Weights, kType, kTokens, kAttention> {
   __device__ __forceinline__ uint64_t read_tag(int thread) {
     wait_for_predecessor();
     if (thread == 32) {
-      uint64_t count;
-      asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(&launches) : "memory");
-      uint64_t x = p_.nonce + count * 0x9e3779b97f4a7c15u;  // SplitMix64
-      x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-      x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-      storage_.tag = (x ^ (x >> 31)) | 1;
+      make_tag();
       if (is_divided()) storage_.epoch = distributed::begin_epoch(exchange_header());
     }
     Joined::sync();
@@ -125,18 +118,28 @@ class DecoderBlock : BlockFacts<Weights, kType, kTokens, kAttention> {
   }
 };
 
-template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
-using DecoderBlockOf = DecoderBlock<
-    std::conditional_t<kFormat == WeightFormat::kInt4, Int4Weights<kType, kTokens>,
-                       std::conditional_t<kFormat == WeightFormat::kDense, DenseWeights<kType, kTokens>, E4m3Weights<kTokens>>>,
-    kType, kTokens, kAttention>;
+template <WeightFormat kFormat, DataType kType, int kTokens>
+struct WeightsOf {
+  using Type = DenseWeights<kType, kTokens>;
+};
+template <DataType kType, int kTokens>
+struct WeightsOf<WeightFormat::kInt4, kType, kTokens> {
+  using Type = Int4Weights<kType, kTokens>;
+};
+template <DataType kType, int kTokens>
+struct WeightsOf<WeightFormat::kFp8E4M3, kType, kTokens> {
+  using Type = E4m3Weights<kTokens>;
+};
 
-template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
-__global__ void __launch_bounds__(DecoderBlockOf<kFormat, kType, kTokens, kAttention>::kThreads, 1)
-    decoder_block_sm90_kernel(__grid_constant__ Params<kAttention ? kMostLayers : 1> const params) {
+template <class Weights, DataType kType, int kTokens, bool kAttention>
+using BlockOf = std::conditional_t<Weights::kInOrder, InOrderBlock<Weights, kType>, DecoderBlock<Weights, kType, kTokens, kAttention>>;
+
+template <class Weights, DataType kType, int kTokens, bool kAttention>
+__global__ void __launch_bounds__(BlockOf<Weights, kType, kTokens, kAttention>::kThreads, 1)
+    decoder_block_sm90_kernel(__grid_constant__ typename BlockOf<Weights, kType, kTokens, kAttention>::Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  DecoderBlockOf<kFormat, kType, kTokens, kAttention>(params, smem).run();
+  BlockOf<Weights, kType, kTokens, kAttention>(params, smem).run();
 #endif
 }
 

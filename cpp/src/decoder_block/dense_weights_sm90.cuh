@@ -15,6 +15,7 @@ template <DataType kType, int kTokens>
 struct DenseWeights : ScaledActivations<kType, kTokens, 64> {
   using Scaled = ScaledActivations<kType, kTokens, 64>;
   static constexpr WeightFormat kFormat = WeightFormat::kDense;
+  static constexpr bool kInOrder = false;
   using typename Scaled::Activations, typename Scaled::Group, typename Scaled::Made;
   /// As Int4Weights::store.
   static __device__ __forceinline__ void store(Made const& made, char* rows, int pitch, Group* groups, int token, int v, int lane) {

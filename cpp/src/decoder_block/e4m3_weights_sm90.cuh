@@ -18,6 +18,7 @@ template <int kTokens>
 struct E4m3Weights : ScaledActivations<DataType::kF16, kTokens, 128> {
   using Scaled = ScaledActivations<DataType::kF16, kTokens, 128>;
   static constexpr WeightFormat kFormat = WeightFormat::kFp8E4M3;
+  static constexpr bool kInOrder = false;
   using typename Scaled::Activations, typename Scaled::Group, typename Scaled::Made;
   static __device__ __forceinline__ void store(Made const& made, char* rows, int pitch, Group* groups, int token, int v, int lane) {
     int const chunk = v / 2, first = v % 2;  // the numbers of l % 4 = first, and of first + 2, of 16

@@ -22,6 +22,7 @@ constexpr int kZero = 8;  // the zero point of symmetric weights
 template <DataType kType, int kTokens>
 struct Int4Weights {
   static constexpr WeightFormat kFormat = WeightFormat::kInt4;
+  static constexpr bool kInOrder = false;
   using T = fused::RowType<kType>;
   static_assert(kDigits * kTokens <= 8);
 

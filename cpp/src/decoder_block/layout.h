@@ -17,6 +17,15 @@ constexpr int kDigits = 3;          // of an activation beside int4: 8 bits each
 constexpr int kPartials = 4;        // units whose sums are under way from the consumers
 constexpr int kConverterWarps = 8;  // a stage's activations are 8 for each of their threads
 constexpr int kMostTokens = 2;
+// In the batch-invariant mode, of int4 weights (in_order_sm90.cuh). A slab is four, two or one units beside each other, of rows that are
+// summed in one, two or four ranges of k. A stage of the ring has of a slab, of each unit and range, a strip: up to kStripBlocks blocks of
+// 64 k, with their scales. A quad of consumers multiplies it, a warp each strip.
+constexpr int kStrips = 4, kQuads = kWarps / kStrips;
+constexpr int kBlockK = 64, kStripBlocks = 8;
+constexpr int kBlockBytes = kUnit * kBlockK / 2;
+constexpr int kStripGroups = 8, kStripScaleBytes = kStripGroups * kUnit * 2;  // scales of up to so many groups
+constexpr int kNormWarps = 16;                                                // most of those that minfer.rms_norm divides a row among
+constexpr int units_of_slab(int ranges) { return kStrips / ranges; }
 // Layers of a launch, whose operands are the kernel's parameters.
 constexpr int kMostLayers = 24, kMostParameterBytes = 32764;
 // Of an attention in the launch.
@@ -32,7 +41,11 @@ struct Stage {
   int k;                               // columns: as many of them for each consumer warp
   int code_bytes, scale_bytes, pitch;  // pitch: from one stage's codes to the next
 };
-constexpr Stage stage_of(WeightFormat format) {
+constexpr Stage stage_of(WeightFormat format, bool in_order = false) {
+  if (in_order) {
+    int const codes = kStrips * kStripBlocks * kBlockBytes, scales = kStrips * kStripScaleBytes;
+    return {kStrips * kStripBlocks * kBlockK, codes, scales, codes + scales};
+  }
   if (format == WeightFormat::kDense) return {kStageK / 2, kUnit * kStageK, 0, kUnit * kStageK};
   if (format == WeightFormat::kFp8E4M3) return {kStageK, kUnit * kStageK, 2 * 4 * (kStageK / 128), kUnit * kStageK};
   int const codes = kUnit * kStageK / 2, scales = kUnit * 2 * (kStageK / 128);
@@ -51,37 +64,40 @@ struct Layout {
   int64_t fixed, bytes;
 };
 
-constexpr int64_t group_bytes(WeightFormat format, int64_t tokens) { return format == WeightFormat::kInt4 ? 64 : 4 * tokens; }
+constexpr int64_t group_bytes(WeightFormat format, int64_t tokens, bool in_order = false) {
+  return in_order ? 0 : format == WeightFormat::kInt4 ? 64 : 4 * tokens;
+}
 
 /// fixed_bytes: of the kernel for so many tokens.
 inline Layout layout_of(DecoderBlockProblem const& problem, int64_t stages, int64_t fixed_bytes) {
   Layout layout{};
-  bool const int4 = problem.weights == WeightFormat::kInt4;
-  Stage const stage = stage_of(problem.weights);
+  bool const in_order = problem.batch_invariant, digits = problem.weights == WeightFormat::kInt4 && !in_order;
+  Stage const stage = stage_of(problem.weights, in_order);
   layout.fixed = stages * (stage.code_bytes + stage.scale_bytes);
   int64_t at = layout.fixed + round_up(fixed_bytes, 128);
   for (int parity = 0; parity < 2; ++parity) {
     int64_t most = 0;
     for (int i = parity; i < kDecoderBlockProducts; i += 2) most = most > k_stages(problem.k(i)) ? most : k_stages(problem.k(i));
     // Rows of int4's digits: ldmatrix's eight rows of 16 bytes meet all banks once. Of f16, what is read together: 64 bytes of two rows.
-    layout.pitch[parity] = int4 ? most * kStageK + 16 : most * kStageK * 2 + 64;
+    layout.pitch[parity] = digits ? most * kStageK + 16 : most * kStageK * 2 + 64;
     layout.activations[parity] = at;
-    int64_t bytes = (int4 ? kDigits : 1) * problem.m * layout.pitch[parity];
+    int64_t bytes = (digits ? kDigits : 1) * problem.m * layout.pitch[parity];
     // Where product 1's activations come when attention's sums have left, and product 0's when it has done with queries.
     if (parity == 1 && problem.heads > 0 && bytes < kAttentionBytes) bytes = kAttentionBytes;
     if (parity == 0 && problem.heads > 0 && bytes < kQueriesBytes) bytes = kQueriesBytes;
     at += round_up(bytes, 128);
     layout.groups[parity] = at;
-    at += round_up(most * (kStageK / 128) * group_bytes(problem.weights, problem.m), 128);
+    at += round_up(most * (kStageK / 128) * group_bytes(problem.weights, problem.m, in_order), 128);
   }
   layout.bytes = at;
   return layout;
 }
 
 /// Bytes of the fixed part, of a kernel for `tokens`.
-constexpr int64_t fixed_bytes(int64_t tokens) {
-  return kPartials * kWarps * tokens * kUnit * 4 + 2 * tokens * kConverterWarps * 4 + 16 + 4 * kPagesOfSequence + 24 +
-         8 * (2 * kMostStages + 2 * kMostKStages + 2 + 2 * kPartials);
+constexpr int64_t fixed_bytes(int64_t tokens, bool in_order = false) {
+  int64_t const sums = in_order ? kWarps * (kStrips - 1) : kPartials * kWarps, partials = in_order ? kWarps : kPartials;
+  return sums * tokens * kUnit * 4 + 2 * tokens * (in_order ? kNormWarps : kConverterWarps) * 4 + 16 + 4 * kPagesOfSequence + 24 +
+         8 * (2 * kMostStages + 2 * kMostKStages + 2 + 2 * partials);
 }
 
 /// A model's last layer has no product behind the residual.

@@ -30,7 +30,8 @@ struct Weight {
 };
 
 struct LayerParams {
-  CUtensorMap maps[kDecoderBlockProducts];    // int4: [blocks of 64 x 64, 4, 64] of 8 bytes; e4m3: [k / 128, n, 128]; else [k / 64, n, 64]
+  // int4: [blocks of 64 x 64, 4, 64] of 8 bytes, in order [ranges, blocks of one, 4, 64]; e4m3: [k / 128, n, 128]; else [k / 64, n, 64].
+  CUtensorMap maps[kDecoderBlockProducts];
   CUtensorMap scales[kDecoderBlockProducts];  // int4: [groups, n]
   Weight weights[kDecoderBlockProducts];
   LayerAttention attention;
@@ -56,5 +57,17 @@ struct Params {
   LayerParams layers[kMost];
 };
 static_assert(sizeof(Params<kMostLayers>) <= kMostParameterBytes);
+
+/// Of a launch in the batch-invariant mode.
+struct InOrderParams : Params<1> {
+  struct InOrder {
+    int32_t slabs, range_shift;    // of the weight; log2 of a row's ranges of k
+    int32_t range_blocks, strips;  // of a range: blocks of 64 k, strips
+    int32_t groups;                // of k, of which a strip has scale_rows
+    void const* scales;            // [groups, rows of the weight], leading dimension ld_scales
+    int64_t ld_scales;
+  } in_order[kDecoderBlockProducts];
+  int32_t norm_threads;  // of minfer.rms_norm, among which a row is divided
+};
 
 }  // namespace minfer::decoder_block

@@ -26,10 +26,15 @@
 //   Llama-3.1-70B   116.6, 120.3       205.1, 208.1       413.5, 415.2
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 
 #include "common/without_cuda.h"
 #include "decoder_block/layout.h"
 #include "distributed/exchange.h"
+#include "gemm/invariant_splits.h"
+#include "minfer/fused.h"
+#include "minfer/gemm.h"
+#include "minfer/registry.h"
 
 namespace minfer {
 
@@ -49,7 +54,6 @@ constexpr int64_t kMostCapacity = 4096;  // of a sequence whose attention is par
 /// Why one launch cannot compute it, or null.
 char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) {
   if (device.compute_capability() != 90) return "it needs compute capability 9.0";
-  if (p.batch_invariant) return "the sums of one launch are of few tokens alone";
   if (p.m < 1 || p.m > kMostTokens) return "it takes 1 or 2 tokens";
   bool const int4 = p.weights == WeightFormat::kInt4;
   if (p.weights == WeightFormat::kFp8E4M3 && p.scales == DecoderBlockScales::kOther)
@@ -67,6 +71,7 @@ char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) 
 }
 
 int64_t units_of(int64_t n) { return (n + kUnit - 1) / kUnit; }
+int64_t slabs_of(int64_t n, int32_t ranges) { return (units_of(n) + units_of_slab(ranges) - 1) / units_of_slab(ranges); }
 
 /// Of a launch. Layers share packets, which is safe where all CTAs have units of all products: a CTA that has a layer's q, k and v knows
 /// that all others have read all packets of the layer in front.
@@ -85,11 +90,15 @@ char const* unfit_attention(DecoderBlockProblem const& p, int64_t ctas) {
   return nullptr;
 }
 
-/// As many as have something to do in each of the products whose outputs all CTAs wait for.
-int64_t ctas_of(DecoderBlockProblem const& p, DeviceProperties const& device) {
-  int64_t units = device.sm_count;
-  for (int i = 0; i + 1 < kDecoderBlockProducts; ++i) units = std::min(units, units_of(p.n(i)));
-  return units;
+/// As many as have something to do in each of the products whose outputs all CTAs wait for; in the batch-invariant mode, in one of those
+/// whose packets CTA 0 has before it ends.
+int64_t ctas_of(DecoderBlockProblem const& p, DecoderBlockPlan const& plan, DeviceProperties const& device) {
+  int64_t units = device.sm_count, slabs = 1;
+  for (int i = 0; i + 1 < kDecoderBlockProducts; ++i) {
+    units = std::min(units, units_of(p.n(i)));
+    if (p.batch_invariant && i + 1 < products_of(p)) slabs = std::max(slabs, slabs_of(p.n(i), plan.ranges[i]));
+  }
+  return p.batch_invariant ? std::min<int64_t>(device.sm_count, slabs) : units;
 }
 
 /// Of all products, in the CTA that has most.
@@ -97,6 +106,50 @@ int64_t stages_of_cta(DecoderBlockProblem const& p, int64_t ctas) {
   int64_t count = 0;
   for (int i = 0; i < kDecoderBlockProducts; ++i) count += (units_of(p.n(i)) + ctas - 1) / ctas * k_stages(p.k(i), stage_of(p.weights).k);
   return count;
+}
+
+/// Whether the mode sums products with int4 weights as WGMMA does, which in_order_sm90.cuh equals: it takes the first order that the build
+/// has any kernel for.
+bool sums_by_wgmma(DecoderBlockProblem const& p) {
+  int64_t count = 0;
+  KernelInfo const* const kernels = registry(&count);
+  bool others = false;
+  for (KernelInfo const* kernel = kernels; kernel != kernels + count; ++kernel) {
+    if (kernel->launch == nullptr || std::strcmp(kernel->family, "w4a16") != 0 || kernel->b_format != p.weights ||
+        kernel->ab_type != p.type)
+      continue;
+    if (kernel->arch == 90 && std::strcmp(kernel->sums, "wgmma16") == 0) return true;
+    others = true;
+  }
+  return !others;
+}
+
+/// What the mode's operators would do one by one, which the launch has to do, too; or why it cannot, else null.
+char const* plan_in_order(DecoderBlockProblem const& p, DeviceProperties const& device, DecoderBlockPlan* plan) {
+  if (p.weights != WeightFormat::kInt4) return "of the batch-invariant mode, one launch has int4 weights";
+  if (p.m > 1) return "in the batch-invariant mode it takes 1 token";
+  if (!sums_by_wgmma(p)) return "the build's kernels of the batch-invariant mode sum in another order";
+  for (int i = 0; i < products_of(p); ++i) {
+    GemmProblem product;
+    product.ab_type = product.d_type = p.type;
+    product.m = p.m;
+    product.n = p.n(i);
+    product.k = p.k(i);
+    product.b_format = p.weights;
+    int32_t const ranges = plan->ranges[i] = gemm::invariant_splits(product);
+    if (p.k(i) % (ranges * 2 * kBlockK) != 0) return "k of all weights must be multiples of 128 in the batch-invariant mode";
+    if (ranges > kStrips) return "a row of a weight is summed in more ranges than four";
+  }
+  RowProblem norm;
+  norm.type = p.type;
+  norm.rows = p.m;
+  norm.width = p.hidden;
+  norm.batch_invariant = true;
+  RowPlan rows;
+  if (!plan_rows(norm, device, nullptr, &rows).ok() || rows.launch.cluster > 1 || rows.launch.threads % 32 != 0)
+    return "in the batch-invariant mode, rows of the norms must be of 256 to 16384 columns";
+  plan->norm_threads = rows.launch.threads;
+  return nullptr;
 }
 
 }  // namespace
@@ -127,17 +180,23 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
     return Status::success();
   };
   if (char const* why = unfit(p, device)) return separate(why);
+  if (p.batch_invariant) {
+    if (char const* why = plan_in_order(p, device, plan)) return separate(why);
+    if (!forced) return separate("in the batch-invariant mode one launch takes as long as the operators one by one");
+  }
+  int64_t const fixed = fixed_bytes(p.m, p.batch_invariant);
   int64_t stages = kMostStages;
-  Layout layout = layout_of(p, stages, fixed_bytes(p.m));
-  while (stages > 0 && layout.bytes > device.smem_per_block) layout = layout_of(p, --stages, fixed_bytes(p.m));
+  Layout layout = layout_of(p, stages, fixed);
+  while (stages > 0 && layout.bytes > device.smem_per_block) layout = layout_of(p, --stages, fixed);
   bool const int4 = p.weights == WeightFormat::kInt4;
-  if (stages < (int4 ? kLeastStages : kLeastLargeStages))
-    return separate("the activations leave no room for the weights' ring in shared memory");
-  int64_t const ctas = ctas_of(p, device), stages_of_one = stages_of_cta(p, ctas);
+  int64_t const least_stages = p.batch_invariant ? kQuads + kLeastAhead : int4 ? kLeastStages : kLeastLargeStages;
+  if (stages < least_stages) return separate("the activations leave no room for the weights' ring in shared memory");
+  int64_t const ctas = ctas_of(p, *plan, device), stages_of_one = stages_of_cta(p, ctas);
   if (!forced && int4 && p.m > 1) return separate("two tokens take as long in launches of their own");
   if (!forced && p.weights == WeightFormat::kDense && stages_of_one > kMostDenseStages)
     return separate("the weights' bytes take so long that launches matter little");
   if (p.heads > 0) {
+    if (p.batch_invariant) return separate("attention has a launch of its own in the batch-invariant mode");
     if (char const* why = unfit_attention(p, ctas)) return separate(why);
     if (!forced && p.capacity > kMostCapacity) return separate("attention to long sequences is faster in a launch of its own");
     plan->splits = int32_t(std::min<int64_t>(kMostSplits, ctas / p.heads_kv));
@@ -146,7 +205,8 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
   int64_t const most_ahead = int4 ? kMostAhead : kMostLargeAhead;
   plan->one_launch = true;
   plan->ctas = int32_t(ctas);
-  plan->ahead = int32_t(std::min(stages, std::clamp((stages_of_one + kStagesOfOneAhead / 2) / kStagesOfOneAhead, kLeastAhead, most_ahead)));
+  plan->ahead = int32_t(std::min(p.batch_invariant ? stages - kQuads : stages,
+                                 std::clamp((stages_of_one + kStagesOfOneAhead / 2) / kStagesOfOneAhead, kLeastAhead, most_ahead)));
   plan->stages = int32_t(stages);
   plan->smem_bytes = int32_t(layout.bytes);
   for (int i = 0; i < kDecoderBlockProducts; ++i) plan->workspace_bytes += size_t(packets_of(p, i)) * 16;

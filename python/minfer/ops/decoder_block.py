@@ -68,8 +68,8 @@ def w4a16_decoder_block(
       activation: of the gate: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu2" (relu squared).
       constant_weights: as in :func:`minfer.w4a16_gemm`, of all four weights.
       kernel: None, the plan decides; "one_launch", which is an error where that cannot be: more than two rows, another GPU than Hopper, k
-        or groups that do not fit, the batch-invariant mode; or "separate", the operators one after the other. On CPU it is checked and
-        otherwise ignored.
+        or groups that do not fit, in the batch-invariant mode also two rows, k that is no multiple of 128 for each of the ranges it is
+        summed in, and h above 16384; or "separate", the operators one after the other. On CPU it is checked and otherwise ignored.
 
     Returns:
       D, [..., n] of a's dtype, contiguous. Any number of rows >= 0.
@@ -80,8 +80,8 @@ def w4a16_decoder_block(
     Numerics: x, h, the residual and D are rounded once each. In one launch a norm is not rounded before it is multiplied: what is
     multiplied is an integer of 23 bits times a power of two for each 128 columns, off by at most 2^-22 of the largest of them; its
     products with codes are summed exactly in int32 and scaled in float32. Separately, norms and weights are rounded to a's dtype, as
-    :func:`minfer.rms_norm` and :func:`minfer.w4a16_gemm` do it. Either has the same bits in every run; in the batch-invariant mode it is
-    always the operators. docs/numerics.md has the bounds. There is no backward.
+    :func:`minfer.rms_norm` and :func:`minfer.w4a16_gemm` do it. Either has the same bits in every run; in the batch-invariant mode both
+    have those of the operators. docs/numerics.md has the bounds. There is no backward.
     """
 
 
