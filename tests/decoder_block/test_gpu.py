@@ -162,6 +162,12 @@ def test_separate_is_the_operators(dtype):
 # ---- one launch in the batch-invariant mode: the operators' bits ----------------------------------------------------------------------
 
 
+MODELS = (
+    *((2048, 2048, 8192, 3072), (3072, 3072, 8192, 5120), (3584, 3584, 18944, 4608)),
+    *((8192, 8192, 28672, 10240), (4096, 5120, 32768, 6144)),
+)
+
+
 def in_order(case: Case) -> None:
     """One launch, whether or not weights may be read early, and a second time in the same memory."""
     t = case.make(DEVICE)
@@ -173,9 +179,9 @@ def in_order(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("size", [*SIZES, (3584, 3584, 18944, 4608), (8192, 8192, 28672, 10240), (4096, 5120, 32768, 6144)], ids=str)
+@pytest.mark.parametrize("size", [*SIZES, *MODELS], ids=str)
 def test_in_order_sizes(hopper, size, dtype):
-    """Rows in one, two and four ranges of k; products of one round and of several; CTAs without a slab of some product."""
+    """Rows in one, two and four ranges of k; products of one round and of several; CTAs with slabs of the third product alone."""
     in_order(Case(1, *size, dtype))
 
 
@@ -191,6 +197,15 @@ def test_in_order_groups(hopper, group_size, dtype):
 def test_in_order_options(hopper, dtype):
     for i, (bias, activation) in enumerate(itertools.product((None, dtype, torch.float32), ACTIVATIONS[1:])):
         in_order(Case(1, 4096, 4096, 2048, 6144, dtype, bias, 128, activation, (0.0, 1.0)[i % 2], loud=i % 3 == 1))
+
+
+def test_in_order_last_layer(hopper):
+    """Nothing is multiplied behind the residual."""
+    t = Case(1, 4096, 4096, 2048, 0).make(DEVICE)
+    with minfer.batch_invariant():
+        t.call(kernel="separate")
+        want = t.residual.clone()
+        assert t.call(kernel="one_launch").shape == (1, 0) and same(t.residual, want)
 
 
 def test_in_order_special_numbers(hopper):

@@ -19,11 +19,11 @@ class InOrderConsumer : Facts {
 
   __device__ __forceinline__ void consume(int warp, int lane) {
     Ring ring;
-    // Bit k is the parity of stage k's activations, of even and of odd products.
-    uint32_t const of_first = (1u << p_.products[0].converted) - 1;
+    // Bit k is the parity of stage k's activations, of even and of odd products: what the CTA does not multiply is not converted, either.
+    uint32_t const even = own_slabs(p_, 0) > 0 ? (1u << p_.products[0].converted) - 1 : 0, odd = own_slabs(p_, 1) > 0 ? ~0u : 0;
 #pragma unroll 1
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
-      consume(i, i < 2 ? 0 : i == 2 ? of_first : ~0u, ring, warp, lane);
+      consume(i, i < 2 ? 0 : i == 2 ? even : odd, ring, warp, lane);
       // Warps without a unit would run ahead by more than the ring has stages, and take an older phase of a barrier for theirs.
       Gathered::sync();
       if (lane == 0) EmptyBarrier::arrive(&storage_.consumed[i % 2]);
