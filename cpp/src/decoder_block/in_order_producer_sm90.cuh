@@ -3,6 +3,7 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
+#include "common/shared_barrier.cuh"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "decoder_block/block_facts_sm90.cuh"
 
@@ -79,7 +80,7 @@ class InOrderProducer : Facts {
             copy_async_16(to + stage * kStage.pitch + 16 * half, inside ? from + row + 8 * half : from, inside ? 16 : 0);
           }
         }
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&storage_.full[stage])) : "memory");
+        arrive_behind_copies(shared_address(&storage_.full[stage]));
         advance(stage, phase);
       });
     }
