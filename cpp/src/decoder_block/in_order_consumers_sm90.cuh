@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/activation.cuh"
+#include "common/float16.cuh"
 #include "common/mma_sm80.cuh"
 #include "common/packet.cuh"
 #include "decoder_block/in_order_producer_sm90.cuh"
@@ -10,8 +11,8 @@ namespace minfer::decoder_block {
 
 template <class Facts>
 class InOrderConsumer : Facts {
-  using Facts::kType, Facts::p_, Facts::storage_, Facts::units_of, Facts::weight_of, Facts::first_tag, Facts::activations, Facts::codes_of,
-      Facts::scales_of, Facts::unpack;
+  using Facts::kType, Facts::p_, Facts::storage_, Facts::weight_of, Facts::first_tag, Facts::activations, Facts::codes_of, Facts::scales_of,
+      Facts::unpack;
   using typename Facts::T, typename Facts::Weights, typename Facts::FullBarrier, typename Facts::EmptyBarrier, typename Facts::Gathered;
 
  public:
@@ -213,17 +214,11 @@ class InOrderConsumer : Facts {
   /// Eight columns from `first` on, of which the lane has first + lane / 4.
   __device__ __forceinline__ void publish(int i, int first, int lane, float y) const {
     Product const& product = p_.products[i];
-    uint32_t bits;
-    if constexpr (kType == DataType::kBF16) {
-      bits = __bfloat16_as_ushort(__float2bfloat16(y));
-    } else {
-      bits = __half_as_ushort(__float2half(y));
-    }
-    bits |= __shfl_down_sync(0xffffffffu, bits, 4) << 16;
-    uint32_t const next = __shfl_down_sync(0xffffffffu, bits, 8);
+    uint32_t const pair = Float16<kType>::pack(y, __shfl_down_sync(0xffffffffu, y, 4));
+    uint32_t const next = __shfl_down_sync(0xffffffffu, pair, 8);
     int const column = first + lane / 4;
     if (lane % 16 != 0 || column >= product.columns) return;  // columns are a multiple of 8
-    uint64_t const numbers = bits | uint64_t(next) << 32;
+    uint64_t const numbers = pair | uint64_t(next) << 32;
     if (product.packets != nullptr) store_packet(product.packets + column / 4, numbers, first_tag());
     if (i >= 2) *reinterpret_cast<uint64_t*>(static_cast<T*>(i == 2 ? p_.residual : p_.d) + column) = numbers;
   }
