@@ -3,9 +3,10 @@
   bits       random problems of every operator and format: numbers of a row among 1 to 4096 that differ in a bit from those of the row among
              all, which must be none; a digest of all results says whether another device has the same bits
   kernels    what plans assume: all kernels of one way to add up k, over one problem
-  dense, w4a16, fp8, moe, decode_attention, prefill_attention
+  dense, w4a16, fp8, moe, decoder_block, decode_attention, prefill_attention
              the time of an operator in the mode beside that outside of it ("ours:default"); dense products also beside cuBLAS and beside a
-             Triton product of our own writing after Thinking Machines' description ("triton_persistent")
+             Triton product of our own writing after Thinking Machines' description ("triton_persistent"); decoder blocks, of models and of
+             sizes drawn at random, also beside both ways to compute them in the mode
   model      steps of decoding of a whole model in the mode and outside of it
   arrivals   requests that arrive at random, twice with different seeds of the arrivals: requests whose tokens or logprobs differ
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import minfer
 import torch
+from minfer._core.registry import device_properties
 from minfer.measure import benchmarking, models, shapes
 from minfer.measure.benchmarking import result_row
 from minfer.planning.plan import Problem, ScaledProblem, W4Problem, plan_problem
@@ -33,10 +35,11 @@ from torch import Tensor
 
 from bench import harness
 from bench.peers import triton_persistent
+from bench.suites import fused_decoder_block
 from bench.suites.e2e import FORMATS
 from bench.suites.moe import chosen_of
 
-OPERATORS = ("dense", "w4a16", "fp8", "moe", "decode_attention", "prefill_attention")
+OPERATORS = ("dense", "w4a16", "fp8", "moe", "decoder_block", "decode_attention", "prefill_attention")
 SUITES = ("bits", "kernels", *OPERATORS, "model", "arrivals")
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 LAYERS = (*shapes.LLAMA_8B, *shapes.LLAMA_70B, *shapes.QWEN_7B)
@@ -44,6 +47,7 @@ EXPERTS = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14
 CACHES = ("16bit", "fp8_e4m3", "int8", "int4")
 HEADS, HEADS_KV, HEAD_DIM, PAGE = 32, 8, 128, 64
 DEFAULT = "ours:default"
+DRAWN_BLOCKS = 10
 DIGESTED = 50  # problems of a digest, so that processes that take some problems each have the digests of one that takes all
 Fn = Callable[[int], Any]
 
@@ -157,14 +161,16 @@ def measure_kernels(args: argparse.Namespace, results: Results, late: Callable[[
 def add_cell(
     args: argparse.Namespace, results: Results, *, suite: str, op: str, shape: dict[str, Any], dtype: str, fn: Fn, sets: int,
     peers: dict[str, Fn], floor_us: float = 0.0, plan: Any = None, truth: Callable[[], Tensor] | None = None,
+    error: float | None = None,
 ) -> None:  # fmt: skip
-    """One operator in both modes, and peers."""
+    """One operator in both modes, and peers. error: relative, of the mode's; None: from the truth, or from what it is outside."""
     fns = {"ours": in_mode(True, fn), DEFAULT: in_mode(False, fn), **peers}
-    own = fns["ours"](0)
-    first = own[0] if isinstance(own, tuple) else own
-    other = fns[DEFAULT](0)
-    yardstick = truth() if truth is not None else (other[0] if isinstance(other, tuple) else other)
-    error = benchmarking.relative_error(first.float(), yardstick.float())
+    if error is None:
+        own = fns["ours"](0)
+        first = own[0] if isinstance(own, tuple) else own
+        other = fns[DEFAULT](0)
+        yardstick = truth() if truth is not None else (other[0] if isinstance(other, tuple) else other)
+        error = benchmarking.relative_error(first.float(), yardstick.float())
     if not error < 0.05:
         raise ArithmeticError(f"{suite} {shape}: relative error {error:.3g}")
     timings, failed = harness.measure(fns, sets, rounds=args.rounds, graph_us=args.graph_us)
@@ -245,6 +251,32 @@ def moe_cell(args: argparse.Namespace, results: Results, model: str, form: str, 
     add_cell(args, results, suite="moe", op="moe_ffn", shape=shape, dtype="bf16", fn=call, sets=1, peers={})
 
 
+def block_sizes() -> dict[str, tuple[int, int, int, int]]:
+    """Columns of attention's output, of the residual, of the MLP's activations, and of the next q, k and v: of models, and drawn."""
+    rnd, found = random.Random(28), dict(fused_decoder_block.MODELS)
+    for i in range(DRAWN_BLOCKS):
+        hidden = 256 * rnd.randrange(6, 33)
+        attended, inter = (
+            128 * max(8, round(hidden * rnd.choice((0.75, 1.0, 1.0, 1.25)) / 128)),
+            128 * round(hidden * rnd.uniform(2, 6) / 128),
+        )
+        found[f"drawn {i}"] = (attended, hidden, inter, attended + 256 * rnd.randrange(1, 9))
+    return found
+
+
+def block_cell(args: argparse.Namespace, results: Results, name: str, sizes: tuple[int, int, int, int]) -> None:
+    """One token, weights of int4."""
+    call = fused_decoder_block.block(sizes)(1, sizes[3], torch.bfloat16, "cuda")
+    with minfer.batch_invariant():
+        error = call.error()
+    peers = {peer: in_mode(True, fn) for peer, fn in call.peers.items()}
+    shape = {"block": name} | dict(zip(("k", "h", "inter", "n"), sizes, strict=True))
+    add_cell(
+        args, results, suite="decoder_block", op="w4a16_decoder_block", shape=shape, dtype="bf16", fn=call.ours, sets=call.sets,
+        peers=peers, floor_us=call.bytes / device_properties()["read_bandwidth"], error=error,
+    )  # fmt: skip
+
+
 def attention_cell(args: argparse.Namespace, results: Results, suite: str, kv_format: str, batch: int, queries: int, keys: int) -> None:
     pages = batch * -(-keys // PAGE)
     options = {"group_tokens": 32} if kv_format == "int4" else {}
@@ -281,6 +313,9 @@ def operator_cells(args: argparse.Namespace, suite: str) -> list[tuple[str, Call
                 else:
                     for blocks in (False, True):
                         found.append((f"{m}x{n}x{k} {blocks}", lambda r, x=(m, n, k, blocks): fp8_cell(args, r, *x)))
+    elif suite == "decoder_block":
+        for name, sizes in block_sizes().items():
+            found.append((name, lambda r, x=(name, sizes): block_cell(args, r, *x)))
     elif suite == "moe":
         for model in EXPERTS:
             for form in ("16bit", "int4"):

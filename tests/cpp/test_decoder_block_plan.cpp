@@ -86,8 +86,8 @@ TEST_CASE(decoder_block_in_order) {
   using namespace decoder_block;
   DecoderBlockProblem p = llama_8b();
   p.batch_invariant = true;
-  CHECK(!plan_of(p).one_launch);
-  DecoderBlockPlan const plan = plan_of(p, true);
+  DecoderBlockPlan const plan = plan_of(p);
+  CHECK(plan.one_launch);
   for (int i = 0; i < kDecoderBlockProducts; ++i) {
     GemmProblem product;
     product.ab_type = product.d_type = p.type;
@@ -105,6 +105,12 @@ TEST_CASE(decoder_block_in_order) {
   Layout const layout = layout_of(p, 4, fixed_bytes(1, true));
   CHECK(layout.fixed == 4 * (kStrips * kStripBlocks * kBlockBytes + kStrips * kStripScaleBytes));
   CHECK(layout.pitch[0] == 14336 * 2 + 64 && layout.pitch[1] == 4096 * 2 + 64);
+
+  // So wide an MLP leaves its launch few stages.
+  p.attention = 4096;
+  p.hidden = 5120;
+  p.inter = 32768;
+  CHECK(!plan_of(p).one_launch && plan_of(p, true).one_launch && plan_of(p, true).stages >= kQuads + 2);
 
   // Slabs of 64 rows in one range: no more CTAs than some product in front of others has slabs.
   p.attention = p.hidden = 512;

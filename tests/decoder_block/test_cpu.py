@@ -159,10 +159,13 @@ def test_plan():
     assert one.one_launch and one.ctas == 132 and "1 launch" in str(one) and one.problem.attention == 4096
     assert not minfer.plan("w4a16_decoder_block", m=2, device=-1, **sizes).one_launch
     assert minfer.plan("w4a16_decoder_block", m=2, kernel="one_launch", device=-1, **sizes).one_launch
-    for options in (dict(batch_invariant=True), dict(kernel="separate"), dict(group_size=32)):
+    for options in (dict(kernel="separate"), dict(group_size=32)):
         other = minfer.plan("w4a16_decoder_block", m=1, device=-1, **sizes, **options)
         assert not other.one_launch and "separate" in str(other) and other.workspace_bytes == 0
-    assert minfer.plan("w4a16_decoder_block", m=1, kernel="one_launch", device=-1, batch_invariant=True, **sizes).one_launch
+    assert minfer.plan("w4a16_decoder_block", m=1, device=-1, batch_invariant=True, **sizes).one_launch
+    wide = dict(n=6144, k=5120, attention=4096, inter=32768, batch_invariant=True)
+    assert not minfer.plan("w4a16_decoder_block", m=1, device=-1, **wide).one_launch
+    assert minfer.plan("w4a16_decoder_block", m=1, kernel="one_launch", device=-1, **wide).one_launch
     with pytest.raises(RuntimeError, match="in one launch: it takes 1 or 2 tokens"):
         minfer.plan("w4a16_decoder_block", m=3, kernel="one_launch", device=-1, **sizes)
     with pytest.raises(RuntimeError, match="in one launch: in the batch-invariant mode it takes 1 token"):

@@ -73,7 +73,14 @@ struct BlockFacts {
   /// A layer's packets are where those of the one in front were, which have all been read by then (plan.cpp), and have a tag of their own.
   static __device__ __forceinline__ uint64_t tag_of(uint64_t tag, int layer) { return kAttention ? tag ^ uint64_t(layer) << 40 : tag; }
   __device__ __forceinline__ uint64_t epoch_of(int layer) const { return storage_.epoch + uint64_t(layer); }
-  __device__ __forceinline__ uint64_t first_tag() const { return *static_cast<uint64_t volatile*>(&storage_.tag); }
+  /// In order: waits until it is made, which is behind the predecessor, too, but beside the first product's work.
+  __device__ __forceinline__ uint64_t first_tag() const {
+    uint64_t tag = *static_cast<uint64_t volatile*>(&storage_.tag);
+    if constexpr (kInOrder) {
+      while (tag == 0) tag = *static_cast<uint64_t volatile*>(&storage_.tag);
+    }
+    return tag;
+  }
 
   /// By a thread, after the predecessor: the tag of the first layer's packets.
   __device__ __forceinline__ void make_tag() const {

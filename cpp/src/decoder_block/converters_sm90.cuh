@@ -46,7 +46,8 @@ class ActivationConverter : Facts {
       }
 #pragma unroll 1
       for (int i = 0; i < kDecoderBlockProducts; ++i) {
-        if (units_of(layer, i) > 0) convert(opaque(layer), i, opaque(thread));
+        // Consumers without units of the last product do not wait for it: their second count-down would look like none to a late converter.
+        if (int(blockIdx.x) < units_of(layer, i)) convert(opaque(layer), i, opaque(thread));
       }
     }
   }

@@ -69,19 +69,7 @@ class InOrderConsumer : Facts {
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f}, addends[2] = {0.0f, 0.0f};
         if (owns && i % 2 == 0) load_addends(i, unit * kUnit + lane / 4, addends);
         advance(ring, quad);
-#pragma unroll 1
-        for (int j = 0; j < in_order.strips; ++j) {
-          FullBarrier::wait(&storage_.full[ring.stage], ring.phase);
-          int const in_range = j * kStripBlocks, blocks = min(kStripBlocks, in_order.range_blocks - in_range);
-          int const block = range * in_order.range_blocks + in_range;
-          if (first == 0) {
-            int const last = (block + blocks - 1) * kBlockK / kStageK;
-            EmptyBarrier::wait(&storage_.ready[i % 2][last], phases >> last & 1);
-          }
-          multiply(i, block, blocks, ring.stage, range, unit_of_slab, strip, lane, sums);
-          release(ring.stage, lane, sums);
-          advance(ring, quads);
-        }
+        multiply(i, phases, first == 0, quads, ring, strip, lane, sums);
         advance(ring, -quad);
 #pragma unroll
         for (int v = 0; v < 4; v += 2) sums[v] = __fmul_rn(sums[v], Weights::rest());
@@ -95,55 +83,74 @@ class InOrderConsumer : Facts {
     }
   }
 
-  static constexpr int kScaleStep = kUnit * 2;
-
-  /// A strip, an even number of blocks. block: of k. Codes of a stage are [ranges][kStripBlocks][units of the slab].
-  __device__ __forceinline__ void multiply(int i, int block, int blocks, int stage, int range, int unit, int strip, int lane,
-                                           float (&sums)[4]) const {
-    int const step = (kStrips >> p_.in_order[i].range_shift) * kBlockBytes;
-    Reader at;
-    at.step = step;
-    at.codes = shared_address(codes_of(stage)) + range * (kStripBlocks * step) + unit * kBlockBytes + lane * 16;
-    at.scales = scales_of(stage) + strip * kStripScaleBytes + lane / 4 * 2;
-    at.x = shared_address(activations(i)) + block * (kBlockK * 2) + lane % 4 * 16;
-    int const k = block * kBlockK, first_group = k >> p_.group_shift;
-    auto const factors_of = [&](int b) {
-      return Weights::factors_of(at.scales + (((k + b * kBlockK) >> p_.group_shift) - first_group) * kScaleStep);
-    };
-    if (blocks == kStripBlocks) {
-      typename Weights::Block next = at.load(0);
-      typename Weights::Factors factors;
-#pragma unroll
-      for (int b = 0; b < kStripBlocks; ++b) {
-        typename Weights::Block const own = next;
-        if (b + 1 < kStripBlocks) next = at.load(b + 1);
-        if (b % 2 == 0) factors = factors_of(b);
-        Weights::multiply(own, factors, sums);
-      }
-    } else {
+  /// The strips of a unit's range, each in a quad's next stage. Activations are waited for in the product's first round.
+  __device__ __forceinline__ void multiply(int i, uint32_t phases, bool first_round, int quads, Ring& ring, int strip, int lane,
+                                           float (&sums)[4]) {
+    InOrder const& in_order = p_.in_order[i];
+    int const range = strip & ((1 << in_order.range_shift) - 1), first_block = range * in_order.range_blocks;
+    typename Weights::Block two[2];
 #pragma unroll 1
-      for (int b = 0; b < blocks; b += 2) {
-        typename Weights::Block const two[2] = {at.load(b), at.load(b + 1)};
-        typename Weights::Factors const factors = factors_of(b);
-        Weights::multiply(two[0], factors, sums);
-        Weights::multiply(two[1], factors, sums);
+    for (int from = 0; from < in_order.range_blocks; from += kStripBlocks) {
+      int const blocks = min(kStripBlocks, in_order.range_blocks - from), block = first_block + from;
+      FullBarrier::wait(&storage_.full[ring.stage], ring.phase);
+      if (first_round) {
+        int const last = (block + blocks - 1) * kBlockK / kStageK;
+        EmptyBarrier::wait(&storage_.ready[i % 2][last], phases >> last & 1);
       }
+      Reader const at = reader_of(i, block, ring.stage, strip, lane);
+      typename Weights::Factors factors;
+      if (blocks == kStripBlocks) {
+        at.load(0, two[0]);
+#pragma unroll
+        for (int b = 0; b < kStripBlocks; ++b) {
+          if (b + 1 < kStripBlocks) at.load(b + 1, two[(b + 1) % 2]);
+          if (b % 2 == 0) factors = Weights::factors_of(two[0].scales);
+          Weights::multiply(two[b % 2], factors, sums);
+        }
+      } else {
+#pragma unroll 1
+        for (int b = 0; b < blocks; b += 2) {
+          at.load(b, two[0]);
+          at.load(b + 1, two[1]);
+          factors = Weights::factors_of(two[0].scales);
+          Weights::multiply(two[0], factors, sums);
+          Weights::multiply(two[1], factors, sums);
+        }
+      }
+      release(ring.stage, lane, sums);
+      advance(ring, quads);
     }
   }
-  /// A block is requested before the one in front is multiplied; the compiler would do so no sooner than it has to.
+  /// Where a warp finds a strip, an even number of blocks. A block is requested before the one in front is multiplied; the compiler would
+  /// do so no sooner than it has to.
   struct Reader {
-    uint32_t codes, x, step;  // step: from a block's codes to the next one's
-    char const* scales;
+    uint32_t codes, x, scales, step;  // step: from a block's codes to the next one's
+    __device__ __forceinline__ void load(int b, typename Weights::Block& to) const {
+      to.codes = load_shared(codes + b * step);
+      if (b % 2 == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          asm volatile("ld.shared.b16 %0, [%1];" : "=h"(to.scales[r]) : "r"(scales + b * kUnit + r * 16) : "memory");
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) to.x[half] = load_shared(x + b * (kBlockK * 2) + half * 64);
+    }
     static __device__ __forceinline__ uint4 load_shared(uint32_t from) {
       uint4 v;
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
       return v;
     }
-    __device__ __forceinline__ typename Weights::Block load(int b) const {
-      uint32_t const numbers = x + b * (kBlockK * 2);
-      return {load_shared(codes + b * step), {load_shared(numbers), load_shared(numbers + 64)}};
-    }
   };
+  /// block: of k. Codes of a stage are [ranges][kStripBlocks][units of the slab].
+  __device__ __forceinline__ Reader reader_of(int i, int block, int stage, int strip, int lane) const {
+    int const shift = p_.in_order[i].range_shift, range = strip & ((1 << shift) - 1), unit = strip >> shift;
+    Reader at;
+    at.step = (kStrips >> shift) * kBlockBytes;
+    at.codes = shared_address(codes_of(stage)) + range * (kStripBlocks * at.step) + unit * kBlockBytes + lane * 16;
+    at.x = shared_address(activations(i)) + block * (kBlockK * 2) + lane % 4 * 16;
+    at.scales = shared_address(scales_of(stage)) + strip * kStripScaleBytes + lane / 4 * 2;
+    return at;
+  }
   /// When the sums are complete, and with them all reads of the stage (quantized_gemm/mainloop_sync_sm90.cuh).
   __device__ __forceinline__ void release(int stage, int lane, float const (&sums)[4]) {
     constexpr uint32_t kNever = 0x7fedcba9u;

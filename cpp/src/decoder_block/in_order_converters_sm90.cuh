@@ -25,16 +25,14 @@ class InOrderConverter : Facts {
   }
   /// thread: of kConverters.
   __device__ __forceinline__ void convert(int thread) {
+    // Of what consumers do not multiply they count down without waiting, twice in front of a converter that comes late.
+    if (own_slabs(p_, 0) > 0) convert<0>(thread);
 #pragma unroll 1
-    for (int i = 0; i < kDecoderBlockProducts; ++i) {
-      // Of what consumers do not multiply they count down without waiting, twice in front of a converter that comes late.
+    for (int i = 1; i < kDecoderBlockProducts; i += 2) {
+      if (i > 1 && own_slabs(p_, 2) > 0) convert<2>(thread);
       if (own_slabs(p_, i) == 0) continue;
-      if (i >= 2) EmptyBarrier::wait(&storage_.consumed[i % 2], 0);
-      if (i % 2 == 0) {
-        convert(i, thread);
-      } else {
-        normalize(i, thread);
-      }
+      if (i > 1) EmptyBarrier::wait(&storage_.consumed[1], 0);
+      normalize(i, thread);
     }
   }
 
@@ -69,17 +67,27 @@ class InOrderConverter : Facts {
     return {{x.x, x.y, x.z, x.w}};
   }
 
-  /// Whether a vector of the product in front is there, or its second half.
-  __device__ __forceinline__ bool is_there(Packet const* row, int v) const {
+  /// Requests the second half of a vector of the product in front, by the warp's first lane.
+  struct Request {
+    Packet packet;
+    uint64_t tag;
+    __device__ __forceinline__ Request(Packet const* row, int v, uint64_t tag) : packet{0, ~tag}, tag(tag) {
+      if (threadIdx.x % 32 == 0) poll_packet(packet, row + 2 * v + 1);
+    }
+    __device__ __forceinline__ bool is_there() const { return __shfl_sync(0xffffffffu, uint32_t(packet.tag == tag), 0) != 0; }
+  };
+  /// Of some vectors together a warp waits for one alone before, the last one: to poll for all of them would take so much of L2 that those
+  /// who store them are in each other's way.
+  __device__ __forceinline__ void wait_for(int i, int v) const {
     uint64_t const tag = first_tag();
-    Packet packet{0, ~tag};
-    if (threadIdx.x % 32 == 0) poll_packet(packet, row + 2 * v + 1);
-    return __shfl_sync(0xffffffffu, uint32_t(packet.tag == tag), 0) != 0;
+    while (!Request(p_.products[i - 1].packets, v, tag).is_there()) {
+    }
   }
-  /// Vectors first, first + step, .. of the product in front, when they are there, but for those that it does not have. Of all together the
-  /// warp waits for one alone before, the last one (converters_sm90.cuh says why).
+  /// Vectors first, first + step, .. of the product in front, when they are there, but for those that it does not have.
   template <int kCount>
-  __device__ __forceinline__ void receive(Packet const* row, int first, int step, int vectors, Vector (&x)[kCount]) const {
+  __device__ __forceinline__ void receive(int i, int first, int step, Vector (&x)[kCount]) const {
+    Packet const* const from = p_.products[i - 1].packets + 2 * first;
+    int const vectors = p_.products[i].k / 8;
     uint64_t const tag = first_tag();
     Packet packets[kCount][2];
 #pragma unroll
@@ -93,8 +101,7 @@ class InOrderConverter : Facts {
 #pragma unroll
       for (int t = 0; t < kCount; ++t) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          poll_packet(packets[t][half].tag != tag, packets[t][half], row + 2 * (first + t * step) + half);
+        for (int half = 0; half < 2; ++half) poll_packet(packets[t][half].tag != tag, packets[t][half], from + t * (2 * step) + half);
       }
 #pragma unroll
       for (int t = 0; t < kCount; ++t) all = all && packets[t][0].tag == tag && packets[t][1].tag == tag;
@@ -104,65 +111,62 @@ class InOrderConverter : Facts {
     __syncwarp();
   }
 
-  /// Of the products without a norm, some stages at a time.
-  __device__ __forceinline__ void convert(int i, int thread) const {
+  /// Of the products without a norm, some stages at a time. With those the last vector of all is asked for: where it is there, what is
+  /// between will be.
+  template <int i>
+  __device__ __forceinline__ void convert(int thread) const {
     constexpr int kTogether = 3;
     Product const& product = p_.products[i];
-    int const vectors = product.k / 8, of_warp = thread | 31;
-    Packet const* const row = i == 0 ? nullptr : p_.products[i - 1].packets;
+    int const vectors = product.k / 8, lane = thread % 32, of_warp = thread | 31;
     bool all = i == 0;
+    if constexpr (i > 0) EmptyBarrier::wait(&storage_.consumed[0], 0);
 #pragma unroll 1
     for (int stage = 0; stage < product.converted; stage += kTogether) {
       int const first = thread + stage * kConverters;
       Vector x[kTogether];
-      if (i == 0) {
+      if constexpr (i == 0) {
 #pragma unroll
         for (int t = 0; t < kTogether; ++t) x[t] = first + t * kConverters < vectors ? load(p_.a, first + t * kConverters) : Vector{};
       } else {
-        int const last = min(of_warp + (stage + kTogether - 1) * kConverters, vectors - 1);
-        while (!all && !is_there(row, last)) {
-        }
-        if (!all) all = is_there(row, min(of_warp + (product.converted - 1) * kConverters, vectors - 1));
-        receive(row, first, kConverters, vectors, x);
+        if (!all) wait_for(i, min(of_warp + (stage + kTogether - 1) * kConverters, vectors - 1));
+        Request const last(p_.products[i - 1].packets, min(of_warp + (product.converted - 1) * kConverters, vectors - 1), first_tag());
+        receive(i, first, kConverters, x);
+        all = all || last.is_there();
       }
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
         if (first + t * kConverters < vectors) store(i, first + t * kConverters, x[t]);
       }
       __syncwarp();
-      if (thread % 32 < kTogether && stage + thread % 32 < product.converted)
-        EmptyBarrier::arrive(&storage_.ready[i % 2][stage + thread % 32]);
+      if (lane < kTogether && stage + lane < product.converted) EmptyBarrier::arrive(&storage_.ready[0][stage + lane]);
     }
   }
 
   /// Of the products behind a norm. Vector v of the row is that of thread v % norm_threads of minfer.rms_norm, which adds up its own
-  /// squares, from the lowest v on; a warp here stands for every kConverterWarps-th of those. Its numbers wait in their places for the
-  /// factor.
+  /// squares, from the lowest v on; a warp here stands for one of those, or for two. Where each has no more than two vectors, they stay in
+  /// registers until the factor is known, else in their places.
   __device__ __forceinline__ void normalize(int i, int thread) const {
     Product const& product = p_.products[i];
-    void const* const norm = weight_of(0, i).norm;
     int const vectors = product.k / 8, lane = thread % 32, threads = p_.norm_threads;
-    Vector weights[2];  // of the first two
-    auto const load_weights = [&](int first) {
+    void const* const norm = weight_of(0, i).norm;
+    auto const load_weights = [&](int first, Vector(&weights)[2]) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) weights[t] = first + t * threads < vectors ? load(norm, first + t * threads) : Vector{};
     };
-    load_weights(thread);
+    bool const held = threads <= kConverters && vectors <= 2 * threads;
+    Vector x[2], weights[2];
+    load_weights(thread, weights);
 #pragma unroll 1
     for (int own = thread; own < threads; own += kConverters) {
       float squares = 0.0f;
 #pragma unroll 1
       for (int first = own; first - lane < vectors; first += 2 * threads) {
-        Packet const* const row = p_.products[i - 1].packets;
-        int const last = min((first + threads - lane < vectors ? first + threads : first) | 31, vectors - 1);
-        while (!is_there(row, last)) {
-        }
-        Vector x[2];
-        receive(row, first, threads, vectors, x);
+        wait_for(i, min((first + threads - lane < vectors ? first + threads : first) | 31, vectors - 1));
+        receive(i, first, threads, x);
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           if (first + t * threads >= vectors) continue;
-          store(i, first + t * threads, x[t]);
+          if (!held) store(i, first + t * threads, x[t]);
           float numbers[8];
           unpack(x[t], numbers);
 #pragma unroll
@@ -179,23 +183,13 @@ class InOrderConverter : Facts {
     for (int own = thread; own < threads; own += kConverters) {
 #pragma unroll 1
       for (int first = own; first < vectors; first += 2 * threads) {
-        if (first != thread) load_weights(first);
+        if (first != thread) load_weights(first, weights);
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           int const v = first + t * threads;
           if (v >= vectors) continue;
-          float x[8], weight[8];
-          unpack(stored(i, v), x);
-          unpack(weights[t], weight);
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            if (p_.weight_offset != 0.0f) weight[e] += p_.weight_offset;
-            x[e] = x[e] * weight[e] * factor;
-          }
-          Vector y;
-#pragma unroll
-          for (int q = 0; q < 4; ++q) y.words[q] = Float16<kType>::pack(x[2 * q], x[2 * q + 1]);
-          store(i, v, y);
+          if (!held) x[t] = stored(i, v);
+          store(i, v, normalized(x[t], weights[t], factor));
         }
       }
     }
@@ -203,6 +197,20 @@ class InOrderConverter : Facts {
     if (lane == 0) {
       for (int k = 0; k < product.converted; ++k) EmptyBarrier::arrive(&storage_.ready[i % 2][k]);
     }
+  }
+  __device__ __forceinline__ Vector normalized(Vector const& numbers, Vector const& weights, float factor) const {
+    float x[8], weight[8];
+    unpack(numbers, x);
+    unpack(weights, weight);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (p_.weight_offset != 0.0f) weight[e] += p_.weight_offset;
+      x[e] = x[e] * weight[e] * factor;
+    }
+    Vector y;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) y.words[q] = Float16<kType>::pack(x[2 * q], x[2 * q + 1]);
+    return y;
   }
   /// Of what the warps of minfer.rms_norm have summed.
   __device__ __forceinline__ float factor_of(float const (&squares)[kNormWarps], int warps, int k) const {

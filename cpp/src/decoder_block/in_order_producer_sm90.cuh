@@ -13,8 +13,7 @@ using InOrder = InOrderParams::InOrder;
 
 /// The slabs that a CTA has of a product: every gridDim-th.
 __device__ __forceinline__ int own_slabs(InOrderParams const& p, int i) {
-  int const units = i == kDecoderBlockProducts - 1 ? p.last_units : p.products[i].units;
-  return units == 0 ? 0 : (p.in_order[i].slabs - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+  return p.in_order[i].each + (int(blockIdx.x) < p.in_order[i].more ? 1 : 0);
 }
 
 /// Stages come in the order of consumers.
@@ -54,32 +53,28 @@ class InOrderProducer : Facts {
       });
     }
   }
-  /// Eight lanes have a strip's, a group each.
+  /// Eight lanes have a strip's: of each 128 k two, half a unit each.
   __device__ __forceinline__ void copy_scales(int lane) {
     if (!p_.early) wait_for_predecessor();
     int stage = 0;
     uint32_t phase = 1;
-    int const strip_of_stage = lane / kStripGroups, group = lane % kStripGroups;
-    uint32_t const to = shared_address(scales_of(0)) + strip_of_stage * kStripScaleBytes + group * (kUnit * 2);
+    static_assert(2 * kStripScales * kStrips == 32);
+    int const strip_of_stage = lane / (2 * kStripScales), of_strip = lane / 2 % kStripScales, half = lane % 2;
+    uint32_t const to = shared_address(scales_of(0)) + lane * 16;
 #pragma unroll 1
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       Product const& product = p_.products[i];
       InOrder const& in_order = p_.in_order[i];
       int const rows = product.gated ? 2 * product.columns : product.columns;
       int const range = strip_of_stage & ((1 << in_order.range_shift) - 1), unit = strip_of_stage >> in_order.range_shift;
-      int const units = kStrips >> in_order.range_shift, first_k = range * in_order.range_blocks * kBlockK;
+      int const units = kStrips >> in_order.range_shift, first_k = (range * in_order.range_blocks + 2 * of_strip) * kBlockK;
       for_each_stage(i, [&](int slab, int strip) {
         EmptyBarrier::wait(&storage_.empty[stage], phase);
-        if (group < product.scale_rows) {
-          int const row = (slab * units + unit) * kUnit;
-          int const at = min(((first_k + strip * (kStripBlocks * kBlockK)) >> p_.group_shift) + group, in_order.groups - 1);
-          T const* const from = static_cast<T const*>(in_order.scales) + at * in_order.ld_scales;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            bool const inside = row + 8 * half < rows;
-            copy_async_16(to + stage * kStage.pitch + 16 * half, inside ? from + row + 8 * half : from, inside ? 16 : 0);
-          }
-        }
+        int const row = (slab * units + unit) * kUnit + 8 * half;
+        int const group = min((first_k + strip * (kStripBlocks * kBlockK)) >> p_.group_shift, in_order.groups - 1);
+        T const* const from = static_cast<T const*>(in_order.scales) + group * in_order.ld_scales;
+        bool const inside = row < rows;
+        copy_async_16(to + stage * kStage.pitch, inside ? from + row : from, inside ? 16 : 0);
         arrive_behind_copies(shared_address(&storage_.full[stage]));
         advance(stage, phase);
       });

@@ -9,6 +9,7 @@
 // Warp roles.
 //   0             copies codes
 //   1             copies scales
+//   2             makes the packets' tag
 //   4-11          write activations as MMAs take them. They are 16-bit numbers as the operators leave them in memory. A norm's are rounded,
 //                 so that the factor of the whole token comes first; its sum of squares has minfer.rms_norm's order (fused/row_group.cuh)
 //   12-27         consumers. Of a unit, the warp of the last range adds up the ranges, finishes rows and publishes packets, or stores
@@ -22,13 +23,13 @@
 
 namespace minfer::decoder_block {
 
-/// Warps 2 and 3 fill the first warpgroup, whose registers the consumers take.
+/// Warp 3 fills the first warpgroup, whose registers the consumers take.
 template <class Weights, DataType kType>
 class InOrderBlock : BlockFacts<Weights, kType, 1, false> {
   using Facts = BlockFacts<Weights, kType, 1, false>;
   using Facts::p_, Facts::storage_, Facts::make_tag, Facts::kConverters, Facts::kConsumers;
-  using typename Facts::FullBarrier, typename Facts::EmptyBarrier, typename Facts::Tagged;
-  static constexpr int kProducerRegisters = 56, kConverterRegisters = 64, kConsumerRegisters = 80;
+  using typename Facts::FullBarrier, typename Facts::EmptyBarrier;
+  static constexpr int kProducerRegisters = 40, kConverterRegisters = 72, kConsumerRegisters = 80;
   static_assert(128 * kProducerRegisters + kConverters * kConverterRegisters + kConsumers * kConsumerRegisters <= 72 * Facts::kThreads);
 
  public:
@@ -47,26 +48,28 @@ class InOrderBlock : BlockFacts<Weights, kType, 1, false> {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (thread == 0) InOrderProducer(facts).copy_codes();
       if (warp == 1) InOrderProducer(facts).copy_scales(thread - 32);
+      if (thread == 64) {
+        wait_for_predecessor();
+        make_tag();
+      }
     } else if (warp < 4 + kConverterWarps) {
       cutlass::arch::warpgroup_reg_dealloc<kConverterRegisters>();
       InOrderConverter converter(facts);
       converter.prefetch_norms(thread - 128);
       wait_for_predecessor();
-      if (thread == 128) make_tag();
-      Tagged::sync();
       converter.convert(thread - 128);
       // CTA 0 has had packets of all CTAs: they have read the number.
       if (blockIdx.x == 0 && thread == 128) atomicAdd(&launches, 1ull);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       wait_for_predecessor();
-      Tagged::sync();
       InOrderConsumer(facts).consume(warp - 4 - kConverterWarps, thread % 32);
     }
   }
 
  private:
   __device__ __forceinline__ void init_barriers() {
+    storage_.tag = 0;
     for (int i = 0; i < p_.stages; ++i) {
       FullBarrier::init(&storage_.full[i], 1 + 32);  // the codes' thread, the scales' lanes
       EmptyBarrier::init(&storage_.empty[i], kStrips);

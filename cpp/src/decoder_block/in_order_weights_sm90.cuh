@@ -20,12 +20,12 @@ struct InOrderInt4Weights {
   struct Factors {
     uint32_t scale[2], zero[2];
   };
-  /// scales: of row lane / 4.
-  static __device__ __forceinline__ Factors factors_of(char const* scales) {
+  /// scales: of rows lane / 4 and 8 further on.
+  static __device__ __forceinline__ Factors factors_of(uint16_t const (&scales)[2]) {
     Factors f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      uint32_t const twice = w4a16::both_halves(*reinterpret_cast<uint16_t const*>(scales + r * 16));
+      uint32_t const twice = w4a16::both_halves(scales[r]);
       if constexpr (Codes::kFolds) {
         f.scale[r] = H::mul(twice, Codes::folded_factor(r));
         f.zero[r] = H::mul(twice, Codes::kFoldedZero);
@@ -45,9 +45,10 @@ struct InOrderInt4Weights {
     }
   }
 
-  /// A lane's codes of a block of 64 k, and its activations.
+  /// A lane's codes of a block of 64 k and activations; of every second block, the scales of both.
   struct Block {
     uint4 codes, x[2];
+    uint16_t scales[2];
   };
   /// sums += 64 products of rows lane / 4 and 8 further on.
   static __device__ __forceinline__ void multiply(Block const& block, Factors const& f, float (&sums)[4]) {

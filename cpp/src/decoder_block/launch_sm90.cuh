@@ -20,15 +20,8 @@ inline int group_shift(int64_t group_size) {
   return shift;
 }
 
-/// Groups that a stage has scales of; in order, a strip, which may begin in the middle of one.
-inline int32_t scale_rows_of(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, int i) {
-  int const shift = group_shift(problem.group_size);
-  if (!problem.batch_invariant) return std::max(1, kStageK >> shift);
-  if (problem.group_size == 0) return 1;
-  int64_t const size = int64_t(1) << shift, strip = kStripBlocks * kBlockK, range = problem.k(i) / plan.ranges[i];
-  bool const whole = strip % size == 0 && range % size == 0;
-  return int32_t((strip - 1 + (whole ? 0 : size - kBlockK)) / size + 1);
-}
+/// Groups that a stage has scales of.
+inline int32_t scale_rows_of(DecoderBlockProblem const& problem) { return std::max(1, kStageK >> group_shift(problem.group_size)); }
 
 inline Status describe_int4(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, int64_t n, int64_t k,
                             DecoderBlockOperands::Product const& from, int i, LayerParams* layer) {
@@ -45,7 +38,7 @@ inline Status describe_int4(DecoderBlockPlan const& plan, DecoderBlockProblem co
   if (!status.ok()) return status;
   int64_t const groups = problem.group_size == 0 ? 1 : (k + problem.group_size - 1) / problem.group_size;
   int64_t const scale_extents[2] = {n, groups}, scale_strides[1] = {from.ld_scales * 2};
-  int const scale_box[2] = {kUnit, scale_rows_of(plan, problem, i)};
+  int const scale_box[2] = {kUnit, scale_rows_of(problem)};
   return encode_tensor_map(&layer->scales[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, from.scales, scale_extents, scale_strides, scale_box);
 }
 
@@ -78,13 +71,13 @@ inline Status describe(DecoderBlockPlan const& plan, DecoderBlockProblem const& 
   return describe_int4(plan, problem, n, k, from, i, layer);
 }
 
-inline Product product_of(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, int i) {
+inline Product product_of(DecoderBlockProblem const& problem, int i) {
   int64_t const n = problem.n(i), k = problem.k(i);
   bool const int4 = problem.weights == WeightFormat::kInt4;
   Product product{};
   product.k = int32_t(k);
   product.k_blocks = int32_t(int4 ? (k + 63) / 64 : k / 128);
-  product.scale_rows = int4 ? scale_rows_of(plan, problem, i) : 0;
+  product.scale_rows = int4 ? scale_rows_of(problem) : 0;
   product.gated = i == 1;
   product.columns = int32_t(i == 1 ? n / 2 : n);
   product.units = int32_t((n + kUnit - 1) / kUnit);
@@ -159,7 +152,7 @@ Status fill(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, De
   Packet* packets = static_cast<Packet*>(workspace);
   int const products = products_of(problem);
   for (int i = 0; i < products; ++i) {
-    params.products[i] = product_of(plan, problem, i);
+    params.products[i] = product_of(problem, i);
     if (packets_of(problem, i) == 0) continue;
     params.products[i].packets = packets;
     packets += packets_of(problem, i);
@@ -218,7 +211,9 @@ inline void fill_in_order(DecoderBlockPlan const& plan, DecoderBlockProblem cons
   for (int i = 0; i < products_of(problem); ++i) {
     InOrderParams::InOrder& product = to->in_order[i];
     int const ranges = plan.ranges[i];
-    product.slabs = (to->products[i].units + units_of_slab(ranges) - 1) / units_of_slab(ranges);
+    int32_t const slabs = (to->products[i].units + units_of_slab(ranges) - 1) / units_of_slab(ranges);
+    product.each = slabs / plan.ctas;
+    product.more = slabs % plan.ctas;
     product.range_shift = ranges == 4 ? 2 : ranges - 1;
     product.range_blocks = int32_t(problem.k(i) / kBlockK / ranges);
     product.strips = (product.range_blocks + kStripBlocks - 1) / kStripBlocks;

@@ -23,8 +23,8 @@ constexpr int kMostTokens = 2;
 constexpr int kStrips = 4, kQuads = kWarps / kStrips;
 constexpr int kBlockK = 64, kStripBlocks = 8;
 constexpr int kBlockBytes = kUnit * kBlockK / 2;
-constexpr int kStripGroups = 8, kStripScaleBytes = kStripGroups * kUnit * 2;  // scales of up to so many groups
-constexpr int kNormWarps = 16;                                                // most of those that minfer.rms_norm divides a row among
+constexpr int kStripScales = kStripBlocks / 2, kStripScaleBytes = kStripScales * kUnit * 2;  // of each 128 k, the scales of their group
+constexpr int kNormWarps = 16;  // most of those that minfer.rms_norm divides a row among
 constexpr int units_of_slab(int ranges) { return kStrips / ranges; }
 // Layers of a launch, whose operands are the kernel's parameters.
 constexpr int kMostLayers = 24, kMostParameterBytes = 32764;

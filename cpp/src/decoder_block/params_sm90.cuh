@@ -61,9 +61,10 @@ static_assert(sizeof(Params<kMostLayers>) <= kMostParameterBytes);
 /// Of a launch in the batch-invariant mode.
 struct InOrderParams : Params<1> {
   struct InOrder {
-    int32_t slabs, range_shift;    // of the weight; log2 of a row's ranges of k
+    int32_t each, more;            // slabs of the weight that each CTA has, and CTAs with one more
+    int32_t range_shift;           // log2 of a row's ranges of k
     int32_t range_blocks, strips;  // of a range: blocks of 64 k, strips
-    int32_t groups;                // of k, of which a strip has scale_rows
+    int32_t groups;                // of k
     void const* scales;            // [groups, rows of the weight], leading dimension ld_scales
     int64_t ld_scales;
   } in_order[kDecoderBlockProducts];

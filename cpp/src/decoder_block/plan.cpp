@@ -49,6 +49,9 @@ constexpr int64_t kMostDenseStages = 40;  // of a CTA, of 16-bit weights: above,
 // that a CTA has in all.
 constexpr int64_t kStagesOfOneAhead = 18, kLeastAhead = 2, kMostAhead = 6;
 constexpr int64_t kMostLargeAhead = 4;
+// In the batch-invariant mode weights wait for longer, for activations and for consumers that convert them: with fewer stages memory waits,
+// too.
+constexpr int64_t kLeastUsefulStages = 9;
 constexpr int64_t kMostCapacity = 4096;  // of a sequence whose attention is part of the launch, by itself
 
 /// Why one launch cannot compute it, or null.
@@ -182,7 +185,6 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
   if (char const* why = unfit(p, device)) return separate(why);
   if (p.batch_invariant) {
     if (char const* why = plan_in_order(p, device, plan)) return separate(why);
-    if (!forced) return separate("in the batch-invariant mode one launch takes as long as the operators one by one");
   }
   int64_t const fixed = fixed_bytes(p.m, p.batch_invariant);
   int64_t stages = kMostStages;
@@ -191,6 +193,8 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
   bool const int4 = p.weights == WeightFormat::kInt4;
   int64_t const least_stages = p.batch_invariant ? kQuads + kLeastAhead : int4 ? kLeastStages : kLeastLargeStages;
   if (stages < least_stages) return separate("the activations leave no room for the weights' ring in shared memory");
+  if (!forced && p.batch_invariant && stages < kLeastUsefulStages)
+    return separate("the activations leave so little of shared memory that one launch is no faster in the batch-invariant mode");
   int64_t const ctas = ctas_of(p, *plan, device), stages_of_one = stages_of_cta(p, ctas);
   if (!forced && int4 && p.m > 1) return separate("two tokens take as long in launches of their own");
   if (!forced && p.weights == WeightFormat::kDense && stages_of_one > kMostDenseStages)
