@@ -31,13 +31,17 @@ def _compared(outputs: dict[str, Tensor]) -> dict[str, int]:
 
 
 def dense(dtype: torch.dtype, splits: int) -> dict[str, int]:
-    """Kernels of all tiles, swapped and not."""
+    """Kernels of all tiles, swapped and not; in one range also those whose CTAs continue the sums of others, of tiles that are divided."""
     draw = cases.Draw("cuda", dtype, 5)
     a = (torch.randn(M, K, device="cuda", generator=draw.generator) * _uneven(draw, K)).to(dtype)
     b = draw.normal(N, K, scale=0.1)
     launch = "decomposition=persistent" if splits == 1 else f"decomposition=split_k,splits={splits}"
-    names = _names("gemm", "wgmma16", "bf16" if dtype == torch.bfloat16 else "f16", a_major="k", b_major="k")
-    return _compared({x: minfer.gemm(a, b.t(), kernel=f"{x}@{launch}", out_dtype=torch.float32) for x in names})
+    element = "bf16" if dtype == torch.bfloat16 else "f16"
+    names = _names("gemm", "wgmma16", element, a_major="k", b_major="k", invariant_only=False)
+    kernels = [f"{x}@{launch}" for x in names]
+    if splits == 1:
+        kernels += [f"{x}@decomposition=stream_k" for x in _names("gemm", "wgmma16", element, invariant_only=True)]
+    return _compared({x: minfer.gemm(a, b.t(), kernel=x, out_dtype=torch.float32) for x in kernels})
 
 
 def scaled(dtype: torch.dtype, mode: str, splits: int = 1) -> dict[str, int]:

@@ -34,7 +34,7 @@ constexpr int64_t kWeights[][2] = {{4096, 4096}, {6144, 4096},  {28672, 4096}, {
 /// How a plan adds up k: what must be one and the same for all numbers of rows.
 std::string order_of(GemmPlan const& plan, int64_t k) {
   CHECK(plan.kernel != nullptr && plan.kernel->sums[0] != 0);
-  CHECK(plan.launch.decomposition != Decomposition::kStreamK);
+  CHECK(plan.launch.decomposition != Decomposition::kStreamK || std::strstr(plan.kernel->name, "_continued") != nullptr);
   bool const split = plan.launch.decomposition == Decomposition::kSplitK || plan.launch.decomposition == Decomposition::kRanges;
   std::string order = plan.kernel->sums;
   int64_t const splits = split ? plan.launch.splits : 1, k_tiles = (k + plan.kernel->tile_k - 1) / plan.kernel->tile_k;
@@ -211,8 +211,14 @@ TEST_CASE(launches_that_are_not_batch_invariant_are_refused) {
   CHECK(message(few, nullptr).empty() && message(few, &launch).empty());
   launch.decomposition = Decomposition::kStreamK;
   CHECK(message(few, &launch).find("it cuts k in other ranges") != std::string::npos);
+  char const* const continued = "gemm_sm90_bf16_tn_64x16x128_1x1x1_pingpong_swap_continued";
+  CHECK(message(continued, nullptr).empty() && message(continued, &launch).empty());
   launch.decomposition = Decomposition::kSplitK;
   launch.splits = 3;
+  CHECK(message(continued, &launch).find("it cuts k in other ranges") != std::string::npos);
+  problem.batch_invariant = false;
+  CHECK(message(continued, &launch).find("continue sums") != std::string::npos);
+  problem.batch_invariant = true;
   CHECK(message(few, &launch).find("it cuts k in other ranges") != std::string::npos);
   CHECK(message("gemm_sm80_bf16_tn_128x128x32_1x1x1_multistage", nullptr).find("adds up k in another order") != std::string::npos);
   problem.m = 1;
@@ -230,6 +236,18 @@ TEST_CASE(many_rows_have_ranges_in_place) {
     CHECK(plan_gemm(problem, h200_properties(), testing::analytic_options(), &plan).ok());
     CHECK(plan.launch.splits > 1 && plan.launch.decomposition == (m >= 1024 ? Decomposition::kRanges : Decomposition::kSplitK));
     CHECK_EQUAL(plan.workspace_bytes == 0, m >= 1024);
+  }
+}
+
+// Tiles that are not as many as SMs are divided, where that is worth it, without another order of k.
+TEST_CASE(few_rows_are_divided_among_all_sms) {
+  for (auto const& [n, k] : {std::pair<int64_t, int64_t>{6144, 4096}, {10240, 8192}, {28672, 4096}}) {
+    GemmPlan const plan = plan_of(problem_of(16, n, k, DataType::kBF16), h200_properties());
+    CHECK(std::strstr(plan.kernel->name, "_continued") != nullptr && plan.launch.decomposition == Decomposition::kStreamK);
+  }
+  for (int64_t tiles : {32, 64, 132}) {
+    GemmPlan const whole = plan_of(problem_of(16, tiles * 64, 4096, DataType::kBF16), h200_properties());
+    CHECK(std::strstr(whole.kernel->name, "_continued") == nullptr && whole.launch.decomposition != Decomposition::kStreamK);
   }
 }
 

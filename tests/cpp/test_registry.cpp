@@ -47,13 +47,14 @@ TEST_CASE(registry_names_say_what_the_fields_say) {
   for_each_kernel([](KernelInfo const& kernel) {
     if (std::strcmp(kernel.family, "gemm") != 0) return;
     char expected[160];
-    std::snprintf(expected, sizeof(expected), "gemm_sm%d_%s_%c%c_%dx%dx%d_%dx%dx1_%s%s%s%s", kernel.arch, name_of(kernel.ab_type),
+    std::snprintf(expected, sizeof(expected), "gemm_sm%d_%s_%c%c_%dx%dx%d_%dx%dx1_%s%s%s%s%s", kernel.arch, name_of(kernel.ab_type),
                   kernel.a_major == Major::kK ? 't' : 'n', kernel.b_major == Major::kK ? 'n' : 't', kernel.tile_m, kernel.tile_n,
                   kernel.tile_k, kernel.cluster_m, kernel.cluster_n, name_of(kernel.schedule), kernel.swap ? "_swap" : "",
                   kernel.alignment == 16 ? ""
                   : is_vector(kernel)    ? "_vector"
                                          : "_unaligned",
-                  kernel.column_step > 0 ? ("_columns" + std::to_string(kernel.column_step)).c_str() : "");
+                  kernel.column_step > 0 ? ("_columns" + std::to_string(kernel.column_step)).c_str() : "",
+                  kernel.invariant_only ? "_continued" : "");
     CHECK_EQUAL(std::string(kernel.name), expected);
   });
 }

@@ -5,6 +5,8 @@
 // order, as many as can be resident, and stay resident to their end. The outcome does not depend on which worker is faster: a partial that
 // was published stays published, and a worker that has ended frees its SM for good, so letting every worker go as far as it can, in any
 // order, ends in one state. (The halves of a pingpong CTA take items in turns and one goes on while the other waits: that only helps.)
+// Where stream-K's workers continue sums (continued_sums_sm90.cuh), an item that does not begin a tile waits for the worker in front,
+// before it publishes its own.
 //
 // Attention's decode (attention/decode/tile_scheduler.cuh) waits by the same rule, argued there. It is not simulated: its arithmetic is
 // that of a warp, each lane of which holds a sequence, and of values that the device reads, so running it here would mean to write it a
@@ -39,8 +41,8 @@ std::vector<std::vector<WorkItem>> items_of(TileSchedulerParams const& schedule)
   return items;
 }
 
-/// Whether all workers end when `resident` of them have a place at a time.
-bool ends(std::vector<std::vector<WorkItem>> const& items, int32_t slots, int32_t resident) {
+/// Whether all workers end when `resident` of them have a place at a time. continues: they go on with each other's sums.
+bool ends(std::vector<std::vector<WorkItem>> const& items, int32_t slots, int32_t resident, bool continues) {
   std::vector<char> published(size_t(slots), 0);
   std::vector<size_t> done(items.size(), 0);
   std::vector<size_t> running;
@@ -52,12 +54,13 @@ bool ends(std::vector<std::vector<WorkItem>> const& items, int32_t slots, int32_
       size_t const worker = running[i];
       for (; done[worker] < items[worker].size(); ++done[worker], moves = true) {
         WorkItem const& item = items[worker][done[worker]];
+        if (continues && item.k_begin > 0 && !published[worker - 1]) break;
         if (!item.owner()) {
           published[size_t(item.slot)] = 1;
           continue;
         }
         auto const first = published.begin() + item.first_partial;
-        if (std::count(first, first + item.partials, 1) != item.partials) break;
+        if (!continues && std::count(first, first + item.partials, 1) != item.partials) break;
       }
       if (done[worker] < items[worker].size()) {
         ++i;
@@ -116,8 +119,35 @@ void check_schedule(TileSchedulerParams const& schedule) {
   for (int32_t resident : {1, 2, 3, workers / 2, workers - 1, workers}) {
     if (resident < 1 || resident > workers) continue;
     Context const places(std::to_string(resident) + " resident");
-    CHECK(ends(items, schedule.slots(), resident));
+    CHECK(ends(items, schedule.slots(), resident, false));
+    CHECK(schedule.stream_tiles == 0 || ends(items, schedule.slots(), resident, true));
   }
+}
+
+/// Where sums are continued: an item that does not begin a tile finds in the slot of the worker in front what that one has left of the k
+/// tiles right before, and each slot is read once.
+void check_continued(TileSchedulerParams const& schedule) {
+  Context const at(text_of(schedule));
+  auto const items = items_of(schedule);
+  std::vector<WorkItem> left(items.size());
+  std::vector<int32_t> read(items.size(), 0);
+  for (size_t worker = 0; worker < items.size(); ++worker) {
+    for (WorkItem const& item : items[worker]) {
+      if (item.owner()) continue;
+      CHECK_EQUAL(item.slot, int32_t(worker));
+      CHECK(!left[worker].valid);
+      left[worker] = item;
+    }
+  }
+  for (size_t worker = 0; worker < items.size(); ++worker) {
+    for (WorkItem const& item : items[worker]) {
+      if (item.k_begin == 0) continue;
+      CHECK(worker > 0 && left[worker - 1].valid && left[worker - 1].tile == item.tile);
+      CHECK_EQUAL(left[worker - 1].k_begin + left[worker - 1].k_count, item.k_begin);
+      ++read[worker - 1];
+    }
+  }
+  for (size_t worker = 0; worker < items.size(); ++worker) CHECK_EQUAL(read[worker], left[worker].valid ? 1 : 0);
 }
 
 }  // namespace
@@ -131,6 +161,7 @@ TEST_CASE(progress_of_every_decomposition) {
         };
         check_schedule(make(Decomposition::kDataParallel, 1));
         check_schedule(make(Decomposition::kStreamK, 1));
+        check_continued(make(Decomposition::kStreamK, 1));
         for (int32_t splits : {2, 3, 4, 5, 6, 7, 8, 13, 40, 300}) check_schedule(make(Decomposition::kSplitK, splits));
       }
     }
@@ -189,7 +220,7 @@ TEST_CASE(progress_needs_rounds_of_whole_tiles) {
     schedule.precompute();
     auto const items = items_of(schedule);
     for (int32_t resident = 1;; ++resident) {
-      if (ends(items, schedule.slots(), resident)) return resident;
+      if (ends(items, schedule.slots(), resident, false)) return resident;
     }
   };
   CHECK_EQUAL(least(34, 8, 132), 3);

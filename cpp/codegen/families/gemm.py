@@ -20,12 +20,13 @@ from codegen.kernel import MAJORS, SCHEDULES, Kernel, cpp_bool, shape_name
 from codegen.row import Row
 
 MAX_ACCUMULATORS = 176  # fp32 registers per consumer thread, of 232; beyond it the epilogue spills
+MAX_TAGGED_VALUES = 16  # of a thread, cpp/src/gemm/split_reduction.cuh
 OUTPUT_BYTES = 2  # of the outputs that are staged for TMA; a D of f32 is stored from registers
 LAYOUTS = ("tn", "tt", "nn", "nt")
 
 COMMON_FIELDS = {"arch", "elements", "layouts", "tile", "schedule", "stages", "note"}
 FIELDS = {
-    "sm90": COMMON_FIELDS | {"cluster", "swap", "epilogue_chunks", "column_step"},
+    "sm90": COMMON_FIELDS | {"cluster", "swap", "epilogue_chunks", "column_step", "continues_sums"},
     "sm80": COMMON_FIELDS | {"warps", "unaligned", "vector"},
 }
 
@@ -41,11 +42,12 @@ class GemmKernel(Kernel):
     ring_bytes: int = 0  # sm90, where a launch chooses the tile's columns: what its stages share
     unaligned: bool = False  # sm80: operands at any address and with any stride
     vector: bool = False  # sm80: the same, a vector and a matrix
+    continues_sums: bool = False  # sm90: of stream-K, a CTA goes on with the sums of the one in front
 
     @property
     def name(self) -> str:
         suffix = ("_swap" if self.swap else "") + ("_vector" if self.vector else "_unaligned" if self.unaligned else "")
-        suffix += f"_columns{self.column_step}" if self.column_step else ""
+        suffix += f"_columns{self.column_step}" if self.column_step else "_continued" if self.continues_sums else ""
         shape = f"{shape_name(self.tile)}_{shape_name(self.cluster)}"
         return f"{self.FAMILY}_sm{self.arch}_{self.element}_{self.layout}_{shape}_{self.schedule}{suffix}"
 
@@ -107,6 +109,8 @@ class GemmKernel(Kernel):
             lines.append(f"static constexpr int kEpilogueChunks = {self.epilogue_chunks};")
             if self.column_step:
                 lines.append(f"static constexpr int kRingBytes = {self.ring_bytes};")
+            if self.continues_sums:
+                lines.append("static constexpr bool kContinuesSums = true;")
         else:
             lines.append(f"static constexpr int kWarpsM = {self.warps[0]}, kWarpsN = {self.warps[1]};")
         return lines
@@ -128,6 +132,11 @@ def _expand_sm90(row: Row, operand_bytes: int) -> dict:
     smem = _smem_sm90(ring_bytes, staging_bytes)
     fields = dict(arch=90, tile=tile, cluster=cluster, swap=swap, stages=stages, epilogue_chunks=chunks)
     fields |= dict(column_step=column_step, ring_bytes=ring_bytes if column_step else 0)
+    if row.flag("continues_sums"):
+        fits = row.get("schedule") == "pingpong" and cluster == (1, 1, 1) and not column_step and operand_bytes == 2
+        row.require(fits, "continues_sums", "is for 16-bit pingpong kernels without clusters, whose tiles have columns of their own")
+        row.require(tile[0] * tile[1] <= MAX_TAGGED_VALUES * 128, "continues_sums", "sums travel as packets: at most 2048 of a tile")
+        fields |= dict(continues_sums=True, invariant_only=True)
     return fields | dict(threads=128 * (1 + _consumers_sm90(tile)), smem_bytes=smem)
 
 

@@ -27,7 +27,7 @@ class InOrderConsumer : Facts {
       consume(i, i < 2 ? 0 : i == 2 ? even : odd, ring, warp, lane);
       // Warps without a unit would run ahead by more than the ring has stages, and take an older phase of a barrier for theirs.
       Gathered::sync();
-      if (lane == 0) EmptyBarrier::arrive(&storage_.consumed[i % 2]);
+      if (i < 2 && lane == 0) EmptyBarrier::arrive(&storage_.consumed[i]);
     }
   }
 

@@ -25,7 +25,7 @@ class InOrderConverter : Facts {
   }
   /// thread: of kConverters.
   __device__ __forceinline__ void convert(int thread) {
-    // Of what consumers do not multiply they count down without waiting, twice in front of a converter that comes late.
+    // Consumers do not wait for what they have no slabs of.
     if (own_slabs(p_, 0) > 0) convert<0>(thread);
 #pragma unroll 1
     for (int i = 1; i < kDecoderBlockProducts; i += 2) {

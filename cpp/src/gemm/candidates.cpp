@@ -39,7 +39,10 @@ char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, Device
   return nullptr;
 }
 
+bool continues_sums(KernelInfo const& kernel) { return std::strcmp(kernel.family, "gemm") == 0 && kernel.invariant_only; }
+
 char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch) {
+  if (continues_sums(kernel) && launch.decomposition == Decomposition::kSplitK) return "its CTAs continue sums, and do not add them up";
   if (launch.decomposition == Decomposition::kRanges && !kernel.in_place_ranges) return "its CTAs do not compute several ranges of k";
   if (launch.columns == 0) return nullptr;
   if (kernel.column_step == 0) return "its tiles have columns of their own";

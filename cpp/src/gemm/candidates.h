@@ -18,6 +18,8 @@ bool is_gemm(KernelInfo const& kernel);
 
 /// Why `kernel` cannot compute `problem` on `device`, or null when it can.
 char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device);
+/// Whether of stream-K a CTA goes on with the sums of the one in front (gemm.toml: continues_sums): a tile has the bits of one CTA's.
+bool continues_sums(KernelInfo const& kernel);
 /// Why a launch that was asked for is none of the kernel's, or null.
 char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch);
 /// Why a launch that was asked for is not for the problem, or null.
@@ -80,15 +82,22 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
       }
     }
   };
+  bool const continues = continues_sums(kernel);
   if (candidates.splits > 1) {
+    if (continues) return;
     // Ranges of equal length, whatever the k tile is: invariant_splits sees to that.
     if (!kernel.in_place_ranges || !kernel.invariant_only) visit_orders(Decomposition::kSplitK, candidates.splits);
     if (kernel.in_place_ranges) visit_orders(Decomposition::kRanges, candidates.splits);
     return;
   }
   visit_orders(Decomposition::kDataParallel, 1);
-  if (candidates.splits == 1 || problem.d_int32) return;  // partials are fp32
-  if (k_tiles >= 4 && tiles % workers != 0 && tiles < 8 * workers) visit_orders(Decomposition::kStreamK, 1);
+  if ((candidates.splits == 1 && !continues) || problem.d_int32) return;  // partials are fp32
+  bool const divisible = k_tiles >= 4 && tiles % workers != 0 && tiles < 8 * workers;
+  if (continues) {  // of fewer tiles more than two CTAs share each, and wait for each other
+    if (divisible && 3 * tiles > 2 * workers) visit_orders(Decomposition::kStreamK, 1);
+    return;
+  }
+  if (divisible) visit_orders(Decomposition::kStreamK, 1);
   for (int splits : kSplits) {
     if (k_tiles >= 2 * splits && tiles * splits <= 3 * workers) visit_orders(Decomposition::kSplitK, splits);
   }

@@ -6,13 +6,14 @@
 // Pipelines. Ring: CUTLASS's PipelineTmaAsync (full: TMA bytes; empty: consumer warps, through the whole multicast group). C: one mbarrier
 // per epilogue buffer. D: bulk groups of the storing thread.
 // Tile walk: data-parallel, split-K or stream-K, all at run time. A split that does not own its tile goes to the workspace; the owner adds
-// the partials in k order (split_reduction.cuh).
+// the partials in k order (split_reduction.cuh), or continues them (continued_sums_sm90.cuh).
 // Shared memory: ring | epilogue buffers | barriers, bias, at most 227 KiB, one CTA per SM.
 // Limits: A, B, and for the fast epilogue D and C, 16-byte aligned in base and strides.
 #pragma once
 
 #include <algorithm>
 
+#include "gemm/continued_sums_sm90.cuh"
 #include "gemm/epilogue_sm90.cuh"
 #include "gemm/kernel_sm90.cuh"
 #include "gemm/launch_sm90.cuh"
@@ -21,10 +22,26 @@
 
 namespace minfer::gemm {
 
+template <class Config, bool kContinuesSums>
+struct GemmPartsSm90 {
+  using Mainloop = MainloopSm90<Config>;
+  using Scheduler = SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, Mainloop::kCooperative ? 2 : 1, Mainloop::kValues>;
+};
 template <class Config>
-struct GemmSm90 : GemmKernelSm90<MainloopSm90<Config>, EpilogueSm90<Config>,
-                                 SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, MainloopSm90<Config>::kCooperative ? 2 : 1,
-                                                        MainloopSm90<Config>::kValues>> {
+struct GemmPartsSm90<Config, true> {
+  using Mainloop = ContinuedMainloopSm90<Config>;
+  using Scheduler = ContinuedTileSchedulerSm90<Mainloop::kValues>;
+};
+
+template <class Config>
+constexpr bool continues_sums() {
+  if constexpr (requires { Config::kContinuesSums; }) return Config::kContinuesSums;
+  return false;
+}
+
+template <class Config>
+struct GemmSm90 : GemmKernelSm90<typename GemmPartsSm90<Config, continues_sums<Config>()>::Mainloop, EpilogueSm90<Config>,
+                                 typename GemmPartsSm90<Config, continues_sums<Config>()>::Scheduler> {
   static_assert(GemmSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 
@@ -66,6 +83,8 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
 
   auto& schedule = params.scheduler.schedule;
   if (Status status = describe_schedule<Config>(arguments, &schedule, &params.scheduler.split); !status.ok()) return status;
+
+  if constexpr (continues_sums<Config>()) params.mainloop.split = params.scheduler.split;
 
   // A weight matrix that no second row of tiles reads again leaves L2 to the activations.
   bool const stream_a = schedule.tiles_n == 1, stream_b = schedule.tiles_m == 1;

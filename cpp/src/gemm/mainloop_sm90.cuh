@@ -11,6 +11,7 @@
 #include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
 #include "cutlass/pipeline/sm90_pipeline.hpp"
+#include "minfer/registry.h"
 #include "minfer/types.h"
 
 namespace minfer::gemm {
@@ -232,7 +233,7 @@ struct MainloopSm90 {
 
   static CUTLASS_DEVICE void teardown() {}
 
- private:
+ protected:
   static CUTLASS_DEVICE Pipeline make_pipeline(Params const& params, PipelineStorage& storage, int warpgroup, int warp, int thread) {
     typename Pipeline::Params pipeline;
     pipeline.role = warpgroup == 0 ? (warp == 0 ? Pipeline::ThreadCategory::Producer : Pipeline::ThreadCategory::NonParticipant)

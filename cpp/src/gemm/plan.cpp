@@ -100,22 +100,34 @@ double busiest_share(KernelInfo const& kernel, GemmProblem const& problem, GemmL
   return double(of_worker * workers_of_sm) * device.sm_count / double(items * ctas);
 }
 
+/// Whether whole tiles leave less than a third of the SMs idle in a first wave, or have several: what stream-K that continues sums may do
+/// better. Of 16-bit weights and 1 or 16 rows, on an H200, in us, whole tiles and continued ones: 6144 x 4096 15.6 and 14.9, 10240 x 8192
+/// 43.6 and 40.1, 57344 x 8192 214 and 211, 16384 x 3072 24.4 and 24.9; fewer tiles are chains of CTAs that wait for each other: 4096 x
+/// 4096 9.7 and 13.0.
+bool may_be_continued(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
+  if (launch.decomposition != Decomposition::kDataParallel) return false;
+  return 3 * int64_t(schedule_of(kernel, problem, launch, device).tiles()) > 2 * int64_t(resident_workers(kernel, device));
+}
+
 /// What predictions of few rows are multiplied by. They are of launches by themselves. In a step of a model each launch begins, and loads
 /// its first weights, under the end of the one in front of it, and then it counts more that all SMs have the same to load, and that the
 /// next launch finds room beside this one. The factors are those with which the plans of the products of layers take least time in place:
 /// of Llama-3.1-8B (1, 8 and 16 rows, int4; 1 and 16, FP8, also in the batch-invariant mode), Qwen2.5-7B and Llama-3.1-70B (1 row, int4)
 /// on an H200. There a layer in FP8 takes 6 us less than by the predictions alone, of 91, and 4 in the mode; one in int4 2 us less, of 55,
-/// in the mean. By themselves such launches are predicted to take 1 % more.
+/// in the mean. By themselves such launches are predicted to take 1 % more. Of 16-bit weights in the mode, it is predictions of whole tiles
+/// that are too short.
 /// At least 1.
 double factor_in_place(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   constexpr int64_t kFewRows = 16;
   constexpr double kLeastUs = 1.0;
   constexpr double kUneven = 0.15, kTwoCtas = 1.06;            // two CTAs of one launch on an SM
   constexpr double kCooperative = 1.04, kTokensByRows = 1.25;  // 8 bits; the latter: the tokens are the MMA's rows
-  bool const quantised = problem.b_format != WeightFormat::kDense;
-  if (problem.m > kFewRows || problem.m == 0 || problem.batch != 1 || kernel.arch < 90 || (!quantised && !has_8_bits(problem))) return 1.0;
+  bool const quantised = problem.b_format != WeightFormat::kDense, dense = !quantised && !has_8_bits(problem);
+  if (problem.m > kFewRows || problem.m == 0 || problem.batch != 1 || kernel.arch < 90 || (dense && !problem.batch_invariant)) return 1.0;
+  if (dense && !may_be_continued(kernel, problem, launch, device)) return 1.0;
   if (gemm_floor_us(problem, device) < kLeastUs) return 1.0;  // too little for it to matter which SM has what
   double const uneven = 1.0 + kUneven * (busiest_share(kernel, problem, launch, device) - 1.0);
+  if (dense) return uneven;
   if (quantised) return uneven * (kernel.ctas_per_sm > 1 ? kTwoCtas : 1.0);
   return uneven * (kernel.schedule == Schedule::kCooperative ? kCooperative : 1.0) * (kernel.swap ? 1.0 : kTokensByRows);
 }
@@ -168,7 +180,8 @@ char const* not_invariant(KernelInfo const& kernel, GemmLaunch const* launch, Ca
     return "its kernel adds up k in another order than the kernels of other numbers of rows";
   if (launch == nullptr) return nullptr;
   bool const split = launch->decomposition == Decomposition::kSplitK || launch->decomposition == Decomposition::kRanges;
-  if (launch->decomposition == Decomposition::kStreamK || (split ? launch->splits : 1) != invariant.splits) {
+  bool const cut = launch->decomposition == Decomposition::kStreamK && !gemm::continues_sums(kernel);
+  if (cut || (split ? launch->splits : 1) != invariant.splits) {
     return "it cuts k in other ranges than the launches of other numbers of rows";
   }
   return nullptr;

