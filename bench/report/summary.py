@@ -52,6 +52,8 @@ def shape_text(row: Row) -> str:
     if "format" in s and "model" in s and "heads_q" not in s and "experts" not in s:  # a whole model
         size = f"batch {s['batch']} at {s['context']}" if "batch" in s else f"{s['tokens']} tokens"
         return f"{s['model']} {s['format']}, {size}"
+    if "block" in s:  # a decoder block in the batch-invariant mode
+        return f"{s['block']} ({s['k']}, {s['h']}, {s['inter']}, {s['n']})"
     if {"batch", "queries", "keys", "format"} <= s.keys():  # attention in the batch-invariant mode
         return f"{s['batch']} x {s['queries']} queries on {s['keys']} keys, {s['format']} cache"
     if "top_k" in s and "routing" in s and "model" not in s:  # a random problem

@@ -101,11 +101,11 @@ double busiest_share(KernelInfo const& kernel, GemmProblem const& problem, GemmL
 }
 
 /// Whether whole tiles leave less than a third of the SMs idle in a first wave, or have several: what stream-K that continues sums may do
-/// better. Of 16-bit weights and 1 or 16 rows, on an H200, in us, whole tiles and continued ones: 6144 x 4096 15.6 and 14.9, 10240 x 8192
-/// 43.6 and 40.1, 57344 x 8192 214 and 211, 16384 x 3072 24.4 and 24.9; fewer tiles are chains of CTAs that wait for each other: 4096 x
-/// 4096 9.7 and 13.0.
+/// better. Of 16-bit weights and 16 rows, on an H200, in us, whole tiles and continued ones: 6144 x 4096 15.6 and 14.7, 10240 x 8192 43.6
+/// and 40.1, 57344 x 8192 214 and 211, 16384 x 3072 24.4 and 24.9; fewer tiles are chains of CTAs that wait for each other: 4096 x 4096 9.7
+/// and 13.0.
 bool may_be_continued(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
-  if (launch.decomposition != Decomposition::kDataParallel) return false;
+  if (launch.decomposition != Decomposition::kDataParallel || problem.m <= kMostWholeRows) return false;
   return 3 * int64_t(schedule_of(kernel, problem, launch, device).tiles()) > 2 * int64_t(resident_workers(kernel, device));
 }
 
