@@ -92,7 +92,8 @@ def _gemm(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
     b = normal(n, k, dtype=dtype).t() if kernel["b_major"] == "k" else normal(k, n, dtype=dtype)
     c, bias = normal(m, n, dtype=dtype), normal(n, dtype=dtype)
     yield lambda: minfer.gemm(a, b, kernel=kernel["name"])
-    yield lambda: minfer.gemm(a, b, c=c, beta=1.0, bias=bias, activation="silu", kernel=f"{kernel['name']}@decomposition=split_k,splits=2")
+    divided = f"{kernel['name']}@decomposition={'stream_k' if kernel['invariant_only'] else 'split_k,splits=2'}"
+    yield lambda: minfer.gemm(a, b, c=c, beta=1.0, bias=bias, activation="silu", kernel=divided)
     if (kernel["a_major"], kernel["b_major"], kernel["alignment"], kernel["tile_m"], kernel["tile_n"]) == ("k", "k", 16, 128, 128):
         copied = f"{kernel['name']}@realign_a=1,realign_b=1"  # from columns along k, and from rows that begin anywhere
         columns, rows = normal(k - 1, m - 1, dtype=dtype).t(), normal(n - 1, k - 1, dtype=dtype).t()

@@ -27,7 +27,47 @@ def test_all_m_have_the_same_ranges(n, k):
     plans = [plan_problem(Problem(m, n, k, c=c), device=H200, batch_invariant=True) for m in ROWS for c in (False, True)]
     assert {tuple(ranges(plan)) for plan in plans} == {tuple(ranges(plans[0]))}
     assert {KERNELS[plan.kernel]["sums"] for plan in plans} == {KERNELS[plans[0].kernel]["sums"]}
-    assert all(plan.decomposition == ("split_k" if plan.splits > 1 else "persistent") and plan.source == "analytic" for plan in plans)
+    for plan in plans:
+        whole = "stream_k" if plan.kernel.endswith("_continued") else "persistent"
+        assert plan.decomposition == ("split_k" if plan.splits > 1 else whole) and plan.source == "analytic"
+
+
+def test_few_rows_are_continued():
+    """Where tiles are not as many as SMs, or a few waves: not of less rows than 9, which a step of a model gains nothing by."""
+    for n, k in ((6144, 4096), (10240, 8192), (28672, 4096)):
+        plans = {m: plan_problem(Problem(m, n, k), device=H200, batch_invariant=True) for m in (1, 8, 9, 16, 17, 64)}
+        assert {m for m, plan in plans.items() if plan.decomposition == "stream_k"} == {9, 16}
+        assert all(plan.kernel.endswith("_continued") == (plan.decomposition == "stream_k") for plan in plans.values())
+        assert all(not KERNELS[plan_problem(Problem(m, n, k), device=H200).kernel]["invariant_only"] for m in plans)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_continued_sums_are_those_of_whole_tiles(hopper, dtype):
+    """Tiles of one CTA, of two, and of chains of many; several calls behind each other, and replays of a graph."""
+    name = f"gemm_sm90_{'bf16' if dtype == torch.bfloat16 else 'f16'}_tn_64x16x128_1x1x1_pingpong_swap"
+    for m, n, k in (
+        (1, 8, 16384),
+        (16, 200, 8192),
+        (7, 4096, 4096),
+        (16, 6144, 4096),
+        (16, 10240, 1000),
+        (33, 5120, 2048),
+        (16, 28672, 512),
+    ):
+        a, w, c = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (n, k), (m, n)))
+
+        def call(kernel, a=a, w=w, c=c):
+            return minfer.gemm(a, w.t(), c=c, kernel=kernel).view(torch.int16)
+
+        want = call(f"{name}@decomposition=persistent")
+        assert all(torch.equal(call(f"{name}_continued@decomposition=stream_k"), want) for _ in range(3))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [call(f"{name}_continued@decomposition=stream_k") for _ in range(3)]
+        for _ in range(20):
+            graph.replay()
+        assert all(torch.equal(out, want) for out in outs)
 
 
 def test_long_sums_are_split():

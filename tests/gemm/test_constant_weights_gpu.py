@@ -100,6 +100,8 @@ def test_kernels():
         if not kernel["compiled"] or not kernel["name"].startswith("gemm_sm90_bf16_tn") or not kernel["swap"]:
             continue
         for launch in ("decomposition=persistent", "decomposition=split_k,splits=3", "decomposition=stream_k"):
+            if kernel["invariant_only"] and "split_k" in launch:
+                continue  # it continues sums
             how = f"{kernel['name']}@{launch}"
             want = minfer.gemm(x, w.t(), kernel=how)
             assert torch.equal(minfer.gemm(x, w.t(), kernel=how, constant_weights=True), want), how

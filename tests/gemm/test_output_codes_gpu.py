@@ -42,9 +42,10 @@ def layout_of(kernel):
 
 
 def overrides_of(kernel):
-    """Of every decomposition; where launches choose the tiles' columns, in the widest and a narrow tile."""
+    """Of every decomposition that it has; where launches choose the tiles' columns, in the widest and a narrow tile."""
+    decompositions = [d for d in DECOMPOSITIONS if not (kernel["invariant_only"] and d.startswith("split_k"))]
     widths = ("", f",columns={5 * kernel['column_step']}") if kernel["column_step"] else ("",)
-    return [f"{kernel['name']}@decomposition={d}{width}" for d in DECOMPOSITIONS for width in widths]
+    return [f"{kernel['name']}@decomposition={d}{width}" for d in decompositions for width in widths]
 
 
 def epilogues(m, n, dtype):

@@ -135,6 +135,10 @@ def test_every_kernel_is_a_candidate_somewhere():
     seen = set()
     for dtype, layout, (m, n, k) in itertools.product(DTYPES, LAYOUTS, ((8, 4096, 4096), (512, 4096, 4096), (4096, 4096, 4096))):
         seen |= {p.kernel for p in enumerate_plans(Problem(m, n, k, dtype=dtype, layout=layout), device=H200)}
+    only = {name for name, kernel in KERNELS.items() if kernel["invariant_only"]}
+    assert seen == set(KERNELS) - only
+    for dtype in DTYPES:
+        seen |= {p.kernel for p in enumerate_plans(Problem(16, 6144, 4096, dtype=dtype), device=H200, batch_invariant=True)}
     assert seen == set(KERNELS)
 
 

@@ -222,8 +222,10 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
       if (kernel.in_place_ranges && kernel.invariant_only && candidates.splits <= 1) continue;
       if (copies.us > 0 && (kernel.arch != copied_arch || kernel.alignment < 16)) continue;
       if (illegal(kernel, own, device) != nullptr) continue;
-      for_each_prediction(kernel, own, copies, device, model, candidates, bound_us,
-                          [&](GemmLaunch const& launch, double us) { visit(kernel, launch, us); });
+      bool const continues = continues_sums(kernel);  // whole tiles are another kernel's
+      for_each_prediction(kernel, own, copies, device, model, candidates, bound_us, [&](GemmLaunch const& launch, double us) {
+        if (!continues || launch.decomposition == Decomposition::kStreamK) visit(kernel, launch, us);
+      });
     }
   });
 }
