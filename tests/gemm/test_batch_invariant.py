@@ -43,8 +43,10 @@ def test_few_rows_are_continued():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_continued_sums_are_those_of_whole_tiles(hopper, dtype):
+def test_continued_sums_are_those_of_whole_tiles(dtype):
     """Tiles of one CTA, of two, and of chains of many; several calls behind each other, and replays of a graph."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel needs compute capability 9.0")
     name = f"gemm_sm90_{'bf16' if dtype == torch.bfloat16 else 'f16'}_tn_64x16x128_1x1x1_pingpong_swap"
     for m, n, k in (
         (1, 8, 16384),
