@@ -219,6 +219,9 @@ TEST_CASE(launches_that_are_not_batch_invariant_are_refused) {
   problem.batch_invariant = false;
   CHECK(message(continued, &launch).find("continue sums") != std::string::npos);
   problem.batch_invariant = true;
+  problem.n = 512, problem.k = 7168;
+  CHECK(message(continued, nullptr).find("of several ranges of k") != std::string::npos);
+  problem.n = problem.k = 4096;
   CHECK(message(few, &launch).find("it cuts k in other ranges") != std::string::npos);
   CHECK(message("gemm_sm80_bf16_tn_128x128x32_1x1x1_multistage", nullptr).find("adds up k in another order") != std::string::npos);
   problem.m = 1;

@@ -50,7 +50,7 @@ constexpr int64_t kMostDenseStages = 40;  // of a CTA, of 16-bit weights: above,
 constexpr int64_t kStagesOfOneAhead = 18, kLeastAhead = 2, kMostAhead = 6;
 constexpr int64_t kMostLargeAhead = 4;
 // In the batch-invariant mode weights wait for longer, for activations and for consumers that convert them: with fewer stages memory waits,
-// too.
+// too. In us, in one launch and by the operators: Mistral 24B, which has 8, 86.1 and 85.4; Llama-3.1-70B, which has 9, 118.6 and 127.1.
 constexpr int64_t kLeastUsefulStages = 9;
 constexpr int64_t kMostCapacity = 4096;  // of a sequence whose attention is part of the launch, by itself
 

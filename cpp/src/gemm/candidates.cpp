@@ -39,6 +39,7 @@ char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, Device
   return nullptr;
 }
 
+/// Of the family no others are for batch-invariant plans alone: tests/cpp/test_registry.cpp.
 bool continues_sums(KernelInfo const& kernel) { return std::strcmp(kernel.family, "gemm") == 0 && kernel.invariant_only; }
 
 char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch) {

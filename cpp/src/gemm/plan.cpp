@@ -102,8 +102,7 @@ double busiest_share(KernelInfo const& kernel, GemmProblem const& problem, GemmL
 
 /// Whether whole tiles leave less than a third of the SMs idle in a first wave, or have several: what stream-K that continues sums may do
 /// better. Of 16-bit weights and 16 rows, on an H200, in us, whole tiles and continued ones: 6144 x 4096 15.6 and 14.7, 10240 x 8192 43.6
-/// and 40.1, 57344 x 8192 214 and 211, 16384 x 3072 24.4 and 24.9; fewer tiles are chains of CTAs that wait for each other: 4096 x 4096 9.7
-/// and 13.0.
+/// and 40.1, 16384 x 3072 24.4 and 24.9; fewer tiles are chains of CTAs that wait for each other: 4096 x 4096 9.7 and 13.0.
 bool may_be_continued(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   if (launch.decomposition != Decomposition::kDataParallel || problem.m <= kMostWholeRows) return false;
   return 3 * int64_t(schedule_of(kernel, problem, launch, device).tiles()) > 2 * int64_t(resident_workers(kernel, device));
@@ -178,9 +177,10 @@ Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties cons
 char const* not_invariant(KernelInfo const& kernel, GemmLaunch const* launch, Candidates const& invariant) {
   if (std::strcmp(kernel.sums, invariant.sums) != 0)
     return "its kernel adds up k in another order than the kernels of other numbers of rows";
+  if (continues_sums(kernel) && invariant.splits > 1) return "its CTAs continue sums, which are of several ranges of k";
   if (launch == nullptr) return nullptr;
   bool const split = launch->decomposition == Decomposition::kSplitK || launch->decomposition == Decomposition::kRanges;
-  bool const cut = launch->decomposition == Decomposition::kStreamK && !gemm::continues_sums(kernel);
+  bool const cut = launch->decomposition == Decomposition::kStreamK && !continues_sums(kernel);
   if (cut || (split ? launch->splits : 1) != invariant.splits) {
     return "it cuts k in other ranges than the launches of other numbers of rows";
   }
